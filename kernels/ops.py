@@ -1,0 +1,124 @@
+"""The only door to the operators. A table of them is chosen once, at start, by device and capability.
+
+Every operator has a torch reference (`kernels/reference/`, fp32 inside: the definition of right), a Triton version
+(`kernels/triton_ops/`) and a native CPU version (`kernels/cpu/`) where the reference is slow. Models reach the
+operators through the `Ops` that the runner was given, never by import, so that a batch depends on no global.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from shoal.kernels.page_format import KVPages, Layout
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step lie. Sequences are in batch order; their query tokens are concatenated.
+
+    All tensors are on the operators' device, int32 unless said, contiguous.
+    """
+
+    query_start: torch.Tensor
+    """[num_seqs + 1]: sequence i owns rows query_start[i] : query_start[i + 1]."""
+    seq_lens: torch.Tensor
+    """[num_seqs]: tokens in the cache after this step's are stored (context + query)."""
+    block_tables: torch.Tensor
+    """[num_seqs, max_blocks]: padded with the null block 0."""
+    slot_mapping: torch.Tensor
+    """[num_tokens] int64: block_id * block_size + offset of each query token; -1 stores nothing."""
+    positions: torch.Tensor
+    """[num_tokens] int64: position of each query token in its sequence."""
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int = 0
+    """The first so many sequences have one query token each."""
+
+
+class LinearWeight(ABC):
+    """A weight in the form that its table's `linear` reads fastest. `out_features`, `in_features` are of this rank."""
+
+    out_features: int
+    in_features: int
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """[len(index), in_features] in the activation dtype: lets a tied embedding share the weight of the head."""
+
+
+class Ops(ABC):
+    """One backend's operators. `activation_dtype` is what hidden states are kept in between them."""
+
+    name: str
+    layout: Layout
+    activation_dtype: torch.dtype
+
+    @abstractmethod
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        """`weight` [out_features, in_features] in its storage dtype; takes it over (may repack; do not keep it)."""
+
+    @abstractmethod
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features] in the activation dtype, fp32 accumulation. The result of a row
+        does not depend on what other rows are in the batch, where the backend says `batch_invariant`."""
+
+    @abstractmethod
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [num_tokens, hidden] -> (normalised, residual). With a residual, x + residual is normalised and is also
+        the second result; without, the second result is x. (Zhang & Sennrich 2019, arXiv:1910.07467.) `weight` is
+        fp32 [hidden] and already holds any offset."""
+
+    @abstractmethod
+    def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm over the last axis of x [num_tokens, num_heads, head_dim] (q and k norms)."""
+
+    @abstractmethod
+    def rotary(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """Rotates q [num_tokens, num_heads, head_dim] and k [num_tokens, num_kv_heads, head_dim] in place, in the
+        half-split convention of HF (channel i pairs with i + head_dim / 2). `cos_sin` is fp32 [max_position,
+        head_dim]: cosines in the first half, sines in the second. (Su et al. 2021, arXiv:2104.09864.) q and k may be
+        views with any stride in the token axis; their last two axes are contiguous."""
+
+    @abstractmethod
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
+        """Writes k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
+
+    @abstractmethod
+    def paged_attention(
+        self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
+    ) -> torch.Tensor:
+        """Causal attention of q [num_tokens, num_heads, head_dim] over the pages, whose slots already hold this
+        step's keys; one operator for prefill, chunked prefill and decode. `window`: a token sees itself and the
+        window - 1 before it. Returns [num_tokens, num_heads, head_dim]."""
+
+    @abstractmethod
+    def paged_attention_lse(
+        self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the fp32 log-sum-exp [num_tokens, num_heads], for exact merges of partial attention."""
+
+    @abstractmethod
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, 2 * n] (gate, up) -> silu(gate) * up [num_tokens, n]."""
+
+    @abstractmethod
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, 2 * n] (gate, up) -> gelu_tanh(gate) * up [num_tokens, n]."""
+
+    @abstractmethod
+    def explain(self) -> dict[str, str]:
+        """Operator -> which implementation runs and why it was chosen."""
+
+    @property
+    @abstractmethod
+    def batch_invariant(self) -> bool:
+        """True when a row's result never depends on the other rows."""
