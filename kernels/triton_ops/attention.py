@@ -1,0 +1,207 @@
+"""Launches of the paged attention kernels: tile sizes by GPU, one launch for the decodes and one for the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.page_format import KVPages
+from shoal.kernels.triton_ops import attention_kernels as kernels
+from shoal.kernels.triton_ops.launch import GpuTarget, Launch, cdiv, next_power_of_2
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows and keys of one program's inner step."""
+
+    block_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(head_dim: int, group: int, itemsize: int, target: GpuTarget) -> Tiles:
+    """Memory-bound: the fewest rows that the tensor cores take, and as many bytes in flight as fit twice into an SM."""
+    block_m = max(16, next_power_of_2(group))
+    tile_n = 64 if head_dim * itemsize <= 256 else 32
+    return Tiles(block_m, tile_n, num_warps=4, num_stages=_stages(3, 0, tile_n, head_dim, itemsize, target, share=2))
+
+
+def prefill_tiles(head_dim: int, group: int, itemsize: int, target: GpuTarget) -> Tiles:
+    """Compute-bound: 128 rows, so that Hopper's wgmma and Blackwell's tcgen05 are used (they need at least 64)."""
+    if itemsize > 2:
+        # fp32 has no exact tensor-core path: plain FMA tiles, held small so that they stay in registers.
+        block_m = max(16, next_power_of_2(group))
+        return Tiles(block_m, 32, num_warps=4, num_stages=_stages(2, block_m, 32, head_dim, itemsize, target))
+    block_m = max(128, next_power_of_2(group))
+    tile_n = 128 if head_dim <= 128 and target.capability >= 90 else 64
+    stages = _stages(3, block_m, tile_n, head_dim, itemsize, target)
+    return Tiles(block_m, tile_n, num_warps=8, num_stages=stages)
+
+
+def _stages(
+    wanted: int, block_m: int, tile_n: int, head_dim: int, itemsize: int, target: GpuTarget, share: int = 1
+) -> int:
+    """As many pipeline stages as fit, K and V tiles of each, when `share` programs share an SM's shared memory."""
+    row_bytes = next_power_of_2(head_dim) * itemsize
+    room = target.shared_bytes // share - block_m * row_bytes
+    return max(1, min(wanted, room // (2 * tile_n * row_bytes)))
+
+
+def max_segments(max_keys: int) -> int:
+    """Upper bound of `decode_segments` for sequences of at most `max_keys` keys."""
+    most, fewest_keys = int(kernels.MAX_SEGMENTS.value), int(kernels.MIN_SEGMENT.value)
+    return max(1, min(most, cdiv(max_keys, fewest_keys)))
+
+
+def attention_launches(
+    q: torch.Tensor,
+    pages: KVPages,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    target: GpuTarget,
+) -> list[Launch]:
+    """What `Ops.paged_attention` runs, in order. Writes `out` [num_tokens, num_heads, head_dim] and, unless None,
+    `lse` [num_tokens, num_heads]. Only host-side numbers decide the grids: no sync."""
+    num_seqs = meta.seq_lens.shape[0]
+    num_decodes = num_seqs if meta.max_query_len == 1 else meta.num_decodes
+    step = _Step(q, pages, meta, scale, window, out, lse, target, num_decodes)
+    launches = step.decode() if num_decodes else []
+    if num_decodes < num_seqs:
+        launches.append(step.prefill())
+    return launches
+
+
+@dataclass(slots=True)
+class _Step:
+    """The arguments of one call, shared by its launches."""
+
+    q: torch.Tensor
+    pages: KVPages
+    meta: AttentionMetadata
+    scale: float
+    window: int | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    target: GpuTarget
+    num_decodes: int
+
+    def __post_init__(self) -> None:
+        q, page = self.q, self.pages.format
+        assert page.layout == "canonical", f"Triton attention reads canonical pages, not {page.layout}"
+        assert q.stride()[1:] == (page.head_dim, 1), f"heads of a token must be contiguous: {q.shape}, {q.stride()}"
+        assert q.shape[1] % page.num_kv_heads == 0, (q.shape, page.num_kv_heads)
+        assert self.scale > 0, "the kernel takes maxima before it scales"
+        inner = (page.num_kv_heads * page.head_dim, page.head_dim, 1)
+        for x in (self.pages.k, self.pages.v):
+            assert x.stride()[1:] == inner, f"a page must be dense inside: {x.shape}, {x.stride()}"
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.pages.format.num_kv_heads
+
+    def decode(self) -> list[Launch]:
+        """One program per (sequence, KV head, segment); with more than one segment, the merge after it."""
+        q, page = self.q, self.pages.format
+        _, heads, dim = q.shape
+        tiles = decode_tiles(dim, self.group, q.element_size(), self.target)
+        max_keys = self.meta.max_seq_len
+        if self.window is not None:
+            # The walk starts at the tile that holds the window's first key.
+            max_keys = min(max_keys, self.window + tiles.tile_n - 1)
+        splits = max_segments(max_keys)
+        grid = (self.num_decodes, page.num_kv_heads, splits)
+        if splits == 1:
+            return [self._attention(grid, tiles, self.out, self.lse, splits=1, decode=True)]
+        rows = (self.num_decodes, heads, splits)
+        partial_out = torch.empty((*rows, dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+        merge = Launch(
+            kernels.merge_segments_kernel,
+            (self.num_decodes, heads, 1),
+            {
+                "out_ptr": self.out,
+                "lse_ptr": self.lse,
+                "partial_out_ptr": partial_out,
+                "partial_lse_ptr": partial_lse,
+                "seq_lens_ptr": self.meta.seq_lens,
+                "window": self.window or 0,
+            },
+            {
+                "NUM_HEADS": heads,
+                "HEAD_DIM": dim,
+                "PADDED_DIM": next_power_of_2(dim),
+                "TILE_N": tiles.tile_n,
+                "HAS_WINDOW": self.window is not None,
+                "SPLITS": splits,
+            },
+            num_warps=2,
+            num_stages=4,
+        )
+        return [self._attention(grid, tiles, partial_out, partial_lse, splits=splits, decode=True), merge]
+
+    def prefill(self) -> Launch:
+        """One program per (block of query tokens, KV head) of the sequences after the decodes."""
+        q = self.q
+        tiles = prefill_tiles(q.shape[2], self.group, q.element_size(), self.target)
+        block_q = tiles.block_m // self.group
+        num_seqs = self.meta.seq_lens.shape[0] - self.num_decodes
+        blocks = (q.shape[0] - self.num_decodes) // block_q + num_seqs
+        grid = (blocks, self.pages.format.num_kv_heads, 1)
+        return self._attention(grid, tiles, self.out, self.lse, splits=1, decode=False)
+
+    def _attention(
+        self,
+        grid: tuple[int, int, int],
+        tiles: Tiles,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        *,
+        splits: int,
+        decode: bool,
+    ) -> Launch:
+        q, pages, page, meta = self.q, self.pages, self.pages.format, self.meta
+        return Launch(
+            kernels.paged_attention_kernel,
+            grid,
+            {
+                "out_ptr": out,
+                "lse_ptr": lse,
+                "q_ptr": q,
+                "k_ptr": pages.k,
+                "v_ptr": pages.v,
+                "table_ptr": meta.block_tables,
+                "query_start_ptr": meta.query_start,
+                "seq_lens_ptr": meta.seq_lens,
+                "qk_scale": self.scale * LOG2_E,
+                "q_stride_token": q.stride(0),
+                "k_stride_block": pages.k.stride(0),
+                "v_stride_block": pages.v.stride(0),
+                "table_stride": meta.block_tables.stride(0),
+                "first_seq": self.num_decodes,
+                "num_seqs": meta.seq_lens.shape[0],
+                "window": self.window or 0,
+            },
+            {
+                "NUM_KV_HEADS": page.num_kv_heads,
+                "GROUP": self.group,
+                "HEAD_DIM": page.head_dim,
+                "PADDED_DIM": next_power_of_2(page.head_dim),
+                "BLOCK_SIZE": page.block_size,
+                "BLOCK_M": tiles.block_m,
+                "TILE_N": tiles.tile_n,
+                "DECODE": decode,
+                "HAS_WINDOW": self.window is not None,
+                "SPLITS": splits,
+            },
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )

@@ -1,0 +1,128 @@
+"""The Triton table: NVIDIA GPUs, canonical pages, hidden states in the model's dtype.
+
+Matrix products go to the vendor's library through torch: there is nothing to fuse them with that would pay for giving
+up its tuning. Imported only when this table is chosen: everything else of `kernels` works without triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
+from shoal.kernels.page_format import KVPages
+from shoal.kernels.triton_ops.activation import gated_launch
+from shoal.kernels.triton_ops.attention import attention_launches
+from shoal.kernels.triton_ops.launch import INTERPRETED, GpuTarget
+from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch
+from shoal.kernels.triton_ops.rotary import rotary_launch
+from shoal.kernels.triton_ops.store import store_kv_launch
+
+TRITON_OPERATORS = (
+    "gelu_tanh_and_mul",
+    "head_rms_norm",
+    "paged_attention",
+    "paged_attention_lse",
+    "rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "store_kv",
+)
+
+
+class DenseWeight(LinearWeight):
+    """A matrix in the activation dtype, as the checkpoint lays it out."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        return self.weight[index]
+
+
+class TritonOps(Ops):
+    """See the module. `device` is a CUDA device, or the CPU in Triton's interpreter."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type != "cuda" and not INTERPRETED:
+            raise ValueError(f"Triton kernels run on a GPU or in the interpreter (TRITON_INTERPRET=1), not on {device}")
+        self.layout = "canonical"
+        self.activation_dtype = dtype
+        self._device = device
+        self._target = GpuTarget.of(device)
+        # `linear` promises fp32 accumulation: cuBLAS may otherwise add split-K partial sums in the operands' dtype.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+        def place(x: torch.Tensor) -> torch.Tensor:
+            return x.to(self._device, self.activation_dtype).contiguous()
+
+        return DenseWeight(place(weight), None if bias is None else place(bias))
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, DenseWeight), type(weight)
+        return F.linear(x, weight.weight, weight.bias)
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = x if residual is None else torch.empty_like(out)
+        rms_norm_launch(x, weight, eps, residual, out, total).run()
+        return out, total
+
+    def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        head_rms_norm_launch(x, weight, eps, out).run()
+        return out
+
+    def rotary(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        rotary_launch(q, k, positions, cos_sin).run()
+
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
+        store_kv_launch(k, v, pages, slot_mapping).run()
+
+    def paged_attention(
+        self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for launch in attention_launches(q, pages, meta, scale, window, out, None, self._target):
+            launch.run()
+        return out
+
+    def paged_attention_lse(
+        self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for launch in attention_launches(q, pages, meta, scale, window, out, lse, self._target):
+            launch.run()
+        return out, lse
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+        gated_launch(x, "silu", out).run()
+        return out
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+        gated_launch(x, "gelu_tanh", out).run()
+        return out
+
+    def explain(self) -> dict[str, str]:
+        where = "Triton's interpreter" if INTERPRETED else f"Triton, compiled for sm_{self._target.capability}"
+        vendor = "cuBLAS through torch: a plain product has nothing to fuse"
+        return dict.fromkeys(TRITON_OPERATORS, where) | {"prepare_linear": vendor, "linear": vendor}
+
+    @property
+    def batch_invariant(self) -> bool:
+        return False  # attention and norms are; cuBLAS picks its algorithm by the number of rows
