@@ -1,0 +1,122 @@
+"""From the engine's deltas, one batch a step, to the streams that wait for them.
+
+Everything here runs on the gateway's event loop, except `LoopSink.deliver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from shoal.configs.errors import ShoalError
+from shoal.model_shards.engine.request import RequestDelta
+
+
+class RequestStream:
+    """The deltas of one HTTP request (one or more engine requests), merged while nobody reads.
+
+    A reader that lags finds, for each choice, one larger delta instead of a queue: memory is bounded by the text of
+    the answer itself, and a slow client costs fewer chunks, not more.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[int, RequestDelta] = {}
+        self._error: ShoalError | None = None
+        self._wake = asyncio.Event()
+
+    def push(self, choice: int, delta: RequestDelta) -> None:
+        earlier = self._pending.get(choice)
+        self._pending[choice] = delta if earlier is None else merge(earlier, delta)
+        self._wake.set()
+
+    def fail(self, error: ShoalError) -> None:
+        """The stream ends with this error, after what has already arrived."""
+        self._error = error
+        self._wake.set()
+
+    async def next(self, timeout_s: float) -> dict[int, RequestDelta]:
+        """What came since the last call, by choice; empty after `timeout_s` without anything. Raises the error that
+        ended the stream."""
+        if not self._wake.is_set():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return {}
+        self._wake.clear()
+        pending, self._pending = self._pending, {}
+        if self._error is not None:
+            # What has arrived is given first; the error stays for the next call.
+            if not pending:
+                raise self._error
+            self._wake.set()
+        return pending
+
+
+def merge(first: RequestDelta, second: RequestDelta) -> RequestDelta:
+    """Two deltas of one sequence as one."""
+    return RequestDelta(
+        request_id=first.request_id,
+        index=first.index,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        finish_reason=second.finish_reason,
+        stop_reason=second.stop_reason,
+        error=second.error,
+        num_output_tokens=second.num_output_tokens,
+        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+        prompt_logprobs=second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
+    )
+
+
+class StreamHub:
+    """Which stream waits for which engine request. Deltas of requests it does not know (closed, aborted) are dropped."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, tuple[RequestStream, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, request_id: str, stream: RequestStream, first_choice: int) -> None:
+        """Deltas of `request_id` go to `stream`; its sequence i is the stream's choice `first_choice + i`."""
+        assert request_id not in self._streams, request_id
+        self._streams[request_id] = (stream, first_choice)
+
+    def remove(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    def dispatch(self, deltas: list[RequestDelta]) -> None:
+        for delta in deltas:
+            entry = self._streams.get(delta.request_id)
+            if entry is not None:
+                stream, first_choice = entry
+                stream.push(first_choice + delta.index, delta)
+
+    def fail_all(self, error: ShoalError) -> None:
+        for stream, _ in self._streams.values():
+            stream.fail(error)
+
+
+class LoopSink:
+    """A DeltaSink for an engine in this process: hands each step's deltas to the event loop, waking it once a step
+    (and not at all while it has not yet taken the last)."""
+
+    def __init__(self, hub: StreamHub, loop: asyncio.AbstractEventLoop) -> None:
+        self._hub, self._loop = hub, loop
+        self._steps: deque[list[RequestDelta]] = deque()
+        self._scheduled = False
+
+    def deliver(self, deltas: list[RequestDelta]) -> None:
+        self._steps.append(deltas)
+        # The flag is cleared before the deque is emptied, so a step that is appended meanwhile is seen by that pass
+        # or schedules the next one; a second wake-up for nothing is harmless.
+        if not self._scheduled and not self._loop.is_closed():
+            self._scheduled = True
+            self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._scheduled = False
+        while self._steps:
+            self._hub.dispatch(self._steps.popleft())
