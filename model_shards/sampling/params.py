@@ -14,6 +14,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_LOGPROBS = 20
 MAX_N = 128
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,13 @@ class SamplingParams:
 
     The chain is applied in this order: penalties -> logit_bias -> bad_words / allowed_token_ids / min_tokens masks
     -> temperature -> top_k -> top_p -> min_p -> draw. `temperature == 0` is greedy (argmax after the masks).
-    Reported logprobs are those of the model's own distribution (log-softmax of the raw logits).
+    Filters keep a prefix of one total order (larger logit first, the lower id first among equals), so `top_k=1` is
+    greedy too. Reported logprobs are those of the model's own distribution (log-softmax of the raw logits).
+
+    repetition_penalty looks at prompt and output, presence_penalty and frequency_penalty at the output. A bad word of
+    several tokens is matched against prompt and output; only its last token is masked, when the others stand before
+    it. Before min_tokens outputs, end-of-sequence and stop_token_ids are masked. ignore_eos masks nothing: the engine
+    goes on after an end-of-sequence token.
     """
 
     max_tokens: int | None = 16
@@ -49,7 +56,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Temperatures too small to divide fp32 logits by without overflow count as 0."""
+        return self.temperature < GREEDY_BELOW
 
     def check(self, vocab_size: int) -> None:
         """Raises InvalidRequestError naming the field. `vocab_size` is the width of the logits."""
@@ -75,9 +83,12 @@ class SamplingParams:
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             ok = count is None or 0 <= count <= MAX_LOGPROBS
             _require(ok, name, f"must be between 0 and {MAX_LOGPROBS}", count)
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings", len(self.stop))
+        _require(
+            len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings", len(self.stop)
+        )
         _require(all(self.stop), "stop", "must not hold an empty string", "")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "must fit in 64 bits", self.seed)
+        _require(all(self.bad_words), "bad_words", "must not hold an empty word", "")
         total = sum(len(word) for word in self.bad_words)
         ok = len(self.bad_words) <= MAX_BAD_WORDS and total <= MAX_BAD_WORD_TOKENS
         limits = f"takes at most {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens in all"

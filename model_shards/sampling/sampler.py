@@ -1,0 +1,105 @@
+"""From logits to tokens: the one chain that SamplingParams describes, over all sequences of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from shoal.model_shards.engine.plan import TokenLogprobs
+from shoal.model_shards.sampling.draw import FAILED, Draws, draw
+from shoal.model_shards.sampling.logprobs import prompt_logprobs, token_logprobs
+from shoal.model_shards.sampling.philox import uniforms
+from shoal.model_shards.sampling.processors import apply_edits, edits_logits
+from shoal.model_shards.sampling.state import SamplerState
+from shoal.model_shards.sampling.vocab_rows import VocabRows
+
+__all__ = ["SampleResult", "Sampler", "SamplerState", "prompt_logprobs"]
+
+BAD_LOGITS = "the model produced NaN or infinite logits"
+ALL_MASKED = "the request's constraints (bad_words, allowed_token_ids, min_tokens) leave no token to choose"
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """Columns over the rows. A row in `errors` drew nothing: its token id is -1, its logprobs None."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, str] = field(default_factory=dict)
+    """row -> why it has no token; the other rows are not affected."""
+
+
+class Sampler:
+    """eos_token_ids: the model's ends of sequence; they are masked while a sequence is shorter than its min_tokens."""
+
+    def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> SampleResult:
+        """One token for each sequence. logits: fp32 [len(states), vocab], row i for states[i]; they are consumed (may
+        be overwritten). The states are not changed: the caller appends the token when it commits it.
+
+        The token of a row depends on its logits and its state only; on the CPU to the last bit.
+        """
+        assert logits.shape[0] == len(states), "one row of logits a state"
+        rows = VocabRows(logits)
+        asked = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        raw = rows.select(np.array(asked)) if asked else None
+        edited = [row for row, state in enumerate(states) if edits_logits(state, self._eos_token_ids)]
+        errors = self._edit(rows, edited, states)
+
+        tokens = np.full(len(states), FAILED, dtype=np.int64)
+        greedy = np.array([r for r, s in enumerate(states) if s.params.greedy and r not in errors], dtype=np.int64)
+        if len(greedy):
+            ids, values = rows.argmax(greedy)
+            tokens[greedy] = np.where(np.isfinite(values), ids, FAILED)
+        random = [row for row, state in enumerate(states) if not state.params.greedy and row not in errors]
+        if random:
+            tokens[random] = draw(rows, _draws(random, states))
+        for row in np.flatnonzero(tokens == FAILED).tolist():
+            errors.setdefault(row, ALL_MASKED if row in edited else BAD_LOGITS)
+        result = SampleResult(tokens.tolist(), [None] * len(states), errors)
+        if raw is not None:
+            _add_logprobs(result, raw, asked, states)
+        return result
+
+    def _edit(self, rows: VocabRows, edited: list[int], states: Sequence[SamplerState]) -> dict[int, str]:
+        """Applies penalties, bias and masks; returns the rows that had no distribution even before (a mask would hide
+        a NaN)."""
+        if not edited:
+            return {}
+        _, largest = rows.argmax(np.array(edited))
+        apply_edits(rows, edited, states, self._eos_token_ids)
+        return {row: BAD_LOGITS for row, value in zip(edited, largest, strict=True) if not np.isfinite(value)}
+
+
+def _draws(index: list[int], states: Sequence[SamplerState]) -> Draws:
+    chosen = [states[row] for row in index]
+    params = [state.params for state in chosen]
+    return Draws(
+        np.array(index),
+        np.array([p.temperature for p in params]),
+        np.array([p.top_k for p in params]),
+        np.array([p.top_p for p in params], dtype=np.float64),
+        np.array([p.min_p for p in params], dtype=np.float64),
+        uniforms(
+            [state.seed for state in chosen],
+            [state.sample_index for state in chosen],
+            [state.num_output_tokens for state in chosen],
+        ),
+    )
+
+
+def _add_logprobs(result: SampleResult, raw: VocabRows, asked: list[int], states: Sequence[SamplerState]) -> None:
+    """`raw` holds copies of the rows in `asked`, in that order."""
+    good = [i for i, row in enumerate(asked) if row not in result.errors]
+    if not good:
+        return
+    chosen = [asked[i] for i in good]
+    counts = [states[row].params.logprobs or 0 for row in chosen]
+    entries = token_logprobs(raw.select(np.array(good)), [result.token_ids[row] for row in chosen], counts)
+    for row, entry in zip(chosen, entries, strict=True):
+        result.logprobs[row] = entry
