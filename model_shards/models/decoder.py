@@ -1,0 +1,110 @@
+"""What all decoders share: embed, run this stage's layers, and turn hidden states into logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.page_format import KVPages
+from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.models.rotary import rotary_table
+from shoal.model_shards.models.stage import Stage
+from shoal.model_shards.parallel.embedding import ParallelEmbedding, ParallelHead
+from shoal.model_shards.parallel.loader import WeightLoader
+
+
+class Layer(Protocol):
+    """One layer. The residual stream is kept beside the branch so that adding it fuses with the next norm."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, pages: KVPages, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [num_tokens, hidden], the stream so far (None before the first layer) -> (branch, stream)."""
+
+
+LayerFactory = Callable[[ModelConfig, int, WeightLoader, torch.Tensor], Layer]
+"""(config, layer index, loader, rotary table) -> Layer."""
+
+
+class Decoder:
+    """One pipeline stage of a dense decoder, loaded. A family is its `LayerFactory` and its `ModelConfig`."""
+
+    def __init__(
+        self, config: ModelConfig, stage: Stage, load: WeightLoader, num_positions: int, make_layer: LayerFactory
+    ) -> None:
+        """`num_positions`: the longest sequence that will run; sizes the rotary tables."""
+        self.config = config
+        self.stage = stage
+        self.ops = load.ops
+        tied = config.tie_embeddings
+        size = (config.vocab_size, config.hidden_size)
+        embedding_name, head_name = "model.embed_tokens.weight", "lm_head.weight"
+        self.head = ParallelHead(load, embedding_name if tied else head_name, *size) if stage.is_last else None
+        self.embedding = None
+        if stage.is_first:
+            self.embedding = ParallelEmbedding(load, embedding_name, *size, tied_to=self.head if tied else None)
+        table = rotary_table(config, num_positions).to(load.device)
+        local_table = table
+        if config.rope_local_theta is not None:
+            local_table = rotary_table(config, num_positions, local=True).to(load.device)
+        self.layers: list[Layer] = [
+            make_layer(config, layer, load, local_table if layer in config.sliding_layers else table)
+            for layer in stage.layers
+        ]
+        if stage.is_last:
+            self.final_norm = load.norm("model.norm.weight", config.hidden_size, config.norm_offset)
+        # Trained in the weights' dtype, so the scale is rounded to it (Gemma: sqrt(640) is 25.25 in bf16).
+        scale = config.embedding_scale
+        self.embedding_scale = None if scale is None else torch.tensor(scale, dtype=load.dtype).item()
+
+    def forward(self, inputs: torch.Tensor, pages: Sequence[KVPages], meta: AttentionMetadata) -> torch.Tensor:
+        """Token ids [num_tokens] int64 on the first stage, else the previous stage's result -> the residual stream
+        [num_tokens, hidden] after this stage. `pages`: one for each layer of this stage, in order."""
+        x, residual = self._embed(inputs) if self.stage.is_first else inputs, None
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
+            x, residual = layer(x, residual, layer_pages, meta)
+        assert residual is not None
+        return x + residual
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden [n, hidden_size]: rows of the last stage's `forward` -> fp32 [n, vocab_size] on the rank that
+        samples, None on the stage's other ranks (which must call it too)."""
+        assert self.head is not None, "only the last stage has a head"
+        normed, _ = self.ops.rms_norm(hidden, self.final_norm, self.config.rms_eps)
+        return self.head(normed)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert self.embedding is not None
+        hidden = self.embedding(token_ids)
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+
+
+def checkpoint_names(config: ModelConfig, stage: Stage) -> frozenset[str]:
+    """The tensors that a stage reads: what another stage's rank need not account for."""
+    names = set()
+    if stage.is_first or (stage.is_last and config.tie_embeddings):
+        names.add("model.embed_tokens.weight")
+    if stage.is_last:
+        names.add("model.norm.weight")
+        if not config.tie_embeddings:
+            names.add("lm_head.weight")
+    projections = {
+        "self_attn.q_proj": config.qkv_bias,
+        "self_attn.k_proj": config.qkv_bias,
+        "self_attn.v_proj": config.qkv_bias,
+        "self_attn.o_proj": config.output_bias,
+        "mlp.gate_proj": config.mlp_bias,
+        "mlp.up_proj": config.mlp_bias,
+        "mlp.down_proj": config.mlp_bias,
+    }
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if config.sandwich_norms else []
+    norms += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
+    for layer in stage.layers:
+        prefix = f"model.layers.{layer}"
+        names.update(f"{prefix}.{name}.weight" for name in [*projections, *norms])
+        names.update(f"{prefix}.{name}.bias" for name, bias in projections.items() if bias)
+    return frozenset(names)

@@ -1,0 +1,87 @@
+"""Llama and its kin: Llama 1-3, Mistral, Qwen2/2.5, Qwen3 (Touvron et al. 2023, arXiv:2302.13971).
+
+Pre-norm layers of grouped-query attention with rotary positions and a gated MLP. The families differ in data only:
+biases on q, k, v (Qwen2), norms on q and k (Qwen3), sliding windows (Mistral).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.page_format import KVPages
+from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.models.decoder import Decoder
+from shoal.model_shards.models.stage import Stage
+from shoal.model_shards.parallel.linear import ColumnLinear, QKVLinear, RowLinear
+from shoal.model_shards.parallel.loader import WeightLoader
+
+
+class Attention:
+    """Causal self-attention over the paged cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, load: WeightLoader, cos_sin: torch.Tensor) -> None:
+        prefix = f"model.layers.{layer}.self_attn"
+        hidden, heads = config.hidden_size, (config.num_heads, config.num_kv_heads)
+        self.qkv = QKVLinear(load, prefix, hidden, heads, config.head_dim, bias=config.qkv_bias)
+        width = config.num_heads * config.head_dim
+        self.output = RowLinear(load, f"{prefix}.o_proj", hidden, width, bias=config.output_bias)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = load.norm(f"{prefix}.q_norm.weight", config.head_dim, config.norm_offset)
+            self.k_norm = load.norm(f"{prefix}.k_norm.weight", config.head_dim, config.norm_offset)
+        self.eps = config.rms_eps
+        self.scale = config.softmax_scale
+        self.window = config.window(layer)
+        self.cos_sin = cos_sin
+        self.ops = load.ops
+
+    def __call__(self, x: torch.Tensor, pages: KVPages, meta: AttentionMetadata) -> torch.Tensor:
+        ops = self.ops
+        q, k, v = self.qkv(x)
+        if self.qk_norm:
+            q = ops.head_rms_norm(q, self.q_norm, self.eps)
+            k = ops.head_rms_norm(k, self.k_norm, self.eps)
+        ops.rotary(q, k, meta.positions, self.cos_sin)
+        ops.store_kv(k, v, pages, meta.slot_mapping)
+        return self.output(ops.paged_attention(q, pages, meta, self.scale, self.window).flatten(1))
+
+
+class MLP:
+    """activation(gate(x)) * up(x), projected back (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, layer: int, load: WeightLoader) -> None:
+        prefix = f"model.layers.{layer}.mlp"
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = ColumnLinear(load, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], inner, hidden, bias=bias)
+        self.down = RowLinear(load, f"{prefix}.down_proj", hidden, inner, bias=bias)
+        activations = {"silu": load.ops.silu_and_mul, "gelu_tanh": load.ops.gelu_tanh_and_mul}
+        self.activate = activations[config.activation]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activate(self.gate_up(x)))
+
+
+class LlamaLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, load: WeightLoader, cos_sin: torch.Tensor) -> None:
+        prefix, hidden, offset = f"model.layers.{layer}", config.hidden_size, config.norm_offset
+        self.attention_norm = load.norm(f"{prefix}.input_layernorm.weight", hidden, offset)
+        self.attention = Attention(config, layer, load, cos_sin)
+        self.mlp_norm = load.norm(f"{prefix}.post_attention_layernorm.weight", hidden, offset)
+        self.mlp = MLP(config, layer, load)
+        self.eps = config.rms_eps
+        self.ops = load.ops
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, pages: KVPages, meta: AttentionMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.ops.rms_norm(x, self.attention_norm, self.eps, residual)
+        x = self.attention(x, pages, meta)
+        x, residual = self.ops.rms_norm(x, self.mlp_norm, self.eps, residual)
+        return self.mlp(x), residual
+
+
+def make_llama(config: ModelConfig, stage: Stage, load: WeightLoader, num_positions: int) -> Decoder:
+    return Decoder(config, stage, load, num_positions, LlamaLayer)

@@ -1,0 +1,75 @@
+"""How much memory a rank will need, from the configuration alone: the planner asks before anything is allocated.
+
+Each function answers for the heaviest rank of the mesh, in bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.kernels.page_format import PageFormat
+from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.models.stage import Stage, cut_stages
+from shoal.model_shards.parallel.split import HeadSplit, split_evenly, vocab_shard_rows
+
+LOGITS_BYTES = 64 << 20
+"""Logits of one piece at most: longer columns of rows are sampled or scored piece by piece."""
+
+_LOGITS_COPIES = 4
+"""Logits as computed, in fp32, as probabilities, and sorted."""
+
+
+def weights_bytes(config: ModelConfig, dtype: torch.dtype, tp_size: int = 1, pp_size: int = 1) -> int:
+    """Weights as stored in `dtype` (a backend that widens them says so in its `LinearWeight.nbytes`) and fp32 norms."""
+    return max(_stage_weights(config, stage, dtype, tp_size) for stage in cut_stages(config, pp_size))
+
+
+def kv_bytes_per_block(
+    config: ModelConfig, block_size: int, kv_dtype: torch.dtype, tp_size: int = 1, pp_size: int = 1
+) -> int:
+    """K and V of one block in all layers of the rank."""
+    kv_heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0).num_kv_heads
+    page = PageFormat("canonical", block_size, kv_heads, config.head_dim, kv_dtype)
+    return page.bytes_per_block * max(len(stage.layers) for stage in cut_stages(config, pp_size))
+
+
+def activation_bytes(
+    config: ModelConfig,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    activation_dtype: torch.dtype,
+    tp_size: int = 1,
+) -> int:
+    """Hidden states of the largest step, logits of the largest piece, and the rotary tables. An upper estimate: it
+    counts a layer's intermediate results as if none were freed within the layer."""
+    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
+    inner = config.intermediate_size // tp_size
+    qkv = (heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
+    per_token = 5 * config.hidden_size + qkv + 2 * heads.num_heads * config.head_dim + 3 * inner
+    tables = 1 if config.rope_local_theta is None else 2
+    rotary = tables * max_model_len * config.head_dim * torch.float32.itemsize
+    logits = _LOGITS_COPIES * max_logit_rows(config.vocab_size) * config.vocab_size * torch.float32.itemsize
+    return max_num_batched_tokens * per_token * activation_dtype.itemsize + logits + rotary
+
+
+def max_logit_rows(vocab_size: int) -> int:
+    """Rows of logits that are held at once."""
+    return max(1, LOGITS_BYTES // (vocab_size * torch.float32.itemsize))
+
+
+def _stage_weights(config: ModelConfig, stage: Stage, dtype: torch.dtype, tp_size: int) -> int:
+    hidden = config.hidden_size
+    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
+    inner = len(split_evenly("intermediate_size", config.intermediate_size, tp_size, 0))
+    qkv = (heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
+    elements = qkv * hidden + heads.num_heads * config.head_dim * hidden + 3 * inner * hidden
+    elements += qkv if config.qkv_bias else 0
+    elements += hidden if config.output_bias else 0
+    elements += 2 * inner + hidden if config.mlp_bias else 0
+    norms = (4 if config.sandwich_norms else 2) * hidden + (2 * config.head_dim if config.qk_norm else 0)
+    table = vocab_shard_rows(config.vocab_size, tp_size) * hidden
+    shared = config.tie_embeddings and stage.is_first and stage.is_last
+    tables = 1 if shared else int(stage.is_first) + int(stage.is_last)
+    total_norms = norms * len(stage.layers) + (hidden if stage.is_last else 0)
+    total = elements * len(stage.layers) + table * tables
+    return total * dtype.itemsize + total_norms * torch.float32.itemsize

@@ -1,0 +1,46 @@
+"""From a checkpoint to this rank's part of the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from shoal.kernels.registry import select_ops
+from shoal.model_shards.models.decoder import Decoder, checkpoint_names
+from shoal.model_shards.models.registry import model_factory
+from shoal.model_shards.models.stage import cut_stages
+from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.loader import WeightLoader
+from shoal.model_shards.runner.settings import RunnerSettings
+from shoal.model_shards.weights.checkpoint import CheckpointReader
+from shoal.model_shards.weights.open import open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def load_stage(settings: RunnerSettings, context: ParallelContext, device: torch.device) -> Decoder:
+    """Reads this rank's slices and accounts for every tensor of the checkpoint.
+
+    Raises ModelLoadError for tensors that are missing, misshapen or belong to no layer, ConfigError for a mesh that
+    does not divide the model.
+    """
+    began = time.monotonic()
+    position = context.position
+    checkpoint = open_checkpoint(settings.model)
+    config = checkpoint.config
+    stages = cut_stages(config, position.pp_size)
+    stage = stages[position.pp_rank]
+    ops = select_ops(device, settings.dtype, backend=settings.backend)
+    reader = CheckpointReader(checkpoint)
+    load = WeightLoader(reader, ops, context, settings.dtype, device)
+    model = model_factory(config.family)(config, stage, load, settings.max_model_len)
+    elsewhere = frozenset[str]().union(*(checkpoint_names(config, other) for other in stages if other is not stage))
+    reader.finish(elsewhere)
+    logger.info(
+        "%s: layers %d to %d of %s loaded in %.1f s (%s weights, %s operators)",
+        position, stage.start, stage.stop - 1, settings.model.name, time.monotonic() - began,
+        str(settings.dtype).removeprefix("torch."), ops.name,
+    )  # fmt: skip
+    return model
