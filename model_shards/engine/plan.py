@@ -15,7 +15,7 @@ from shoal.model_shards.sampling.params import SamplingParams
 
 @dataclass(slots=True)
 class NewSequence:
-    """A sequence that the ranks do not know yet (new, or resumed after preemption: then `token_ids` has its outputs)."""
+    """A sequence that the ranks do not know yet (new; or resumed after preemption, with its outputs)."""
 
     seq_id: int
     generation: int
@@ -137,3 +137,6 @@ class StepOutput:
     """seq_id -> entries of prompt positions start+1 .. start+num_tokens of its chunk (clipped to the prompt)."""
     errors: dict[int, str] = field(default_factory=dict)
     """seq_id -> why this sequence failed inside the step (it is in no column then); the others went on."""
+    deferred: list[int] = field(default_factory=list)
+    """Sequences whose token was not ready: they are in no column and are planned again. Only for executors that run
+    one step at a time (the scripted model, whose slow scripts must not delay the others)."""
