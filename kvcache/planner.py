@@ -87,9 +87,9 @@ def _available(request: MemoryRequest) -> int:
         return pool
     if fixed >= total:
         raise ConfigError(
-            f"{_fixed_sum(request)} = {format_bytes(fixed)} leave nothing of the memory budget of {format_bytes(total)} "
-            f"for the KV cache ({format_bytes(fixed - total)} too much). Raise the budget, use a smaller model or "
-            "dtype, lower max_num_batched_tokens, or split the model over more ranks.",
+            f"{_fixed_sum(request)} = {format_bytes(fixed)} leave nothing of the memory budget of "
+            f"{format_bytes(total)} for the KV cache ({format_bytes(fixed - total)} too much). Raise the budget, "
+            "use a smaller model or dtype, lower max_num_batched_tokens, or split the model over more ranks.",
             param="memory_budget",
         )
     if pool is not None and fixed + pool > total:
