@@ -127,8 +127,8 @@ class ScriptedExecutor(Executor):
             return
         if known.sampling.prompt_logprobs is not None:
             targets = known.token_ids[chunk.start + 1 : min(end + 1, known.num_prompt_tokens)]
-            k = known.sampling.prompt_logprobs
-            output.prompt_logprobs[chunk.seq_id] = [_certain(token_id, k) for token_id in targets]
+            top = known.sampling.prompt_logprobs
+            output.prompt_logprobs[chunk.seq_id] = [_certain(token_id, top) for token_id in targets]
         if chunk.samples:
             token_id = script.token(position)
             actor.ready_at = self._clock() + script.delay_s

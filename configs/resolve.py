@@ -1,0 +1,149 @@
+"""What was decided from the user's settings and the machine: frozen, made once, nothing in it is "auto"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.configs.errors import ConfigError
+from shoal.configs.schema import EngineConfig
+from shoal.configs.units import format_bytes
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was measured."""
+
+    num_gpus: int
+    available_ram: int
+    """Bytes that this process may still use, its container's limit included."""
+    free_gpu_memory: int = 0
+    """Bytes free on the fullest GPU that would be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceDefaults:
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_fraction: float
+
+
+_DEFAULTS: dict[Device, _DeviceDefaults] = {
+    # A step of 512 tokens keeps the gap between tokens of a 100 M model near a second on two cores; a GPU needs
+    # thousands of rows to be busy.
+    "cpu": _DeviceDefaults("float32", 64, 512, 0.4),
+    "cuda": _DeviceDefaults("bfloat16", 256, 8192, 0.9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedEngine:
+    """One engine, decided. Byte counts are of one rank."""
+
+    model: str
+    served_model_name: str | None
+    device: Device
+    dtype: str
+    kv_dtype: str
+    backend: str | None
+    num_threads: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    max_model_len: int | None
+    """None: the planner decides, up to the model's own context."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk_size: int | None
+    max_partial_prefills: int
+    block_size: int
+    kv_cache_memory: int | None
+    memory_budget: int | None
+    """None only where `kv_cache_memory` alone decides: the user gave it and no budget."""
+    enable_prefix_caching: bool
+    scheduling_policy: str
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    step_timeout_s: float
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
+    """Fills every gap. Raises ConfigError for settings that contradict each other or the machine."""
+    device = _device(config, machine)
+    defaults = _DEFAULTS[device]
+    dtype = defaults.dtype if config.dtype == "auto" else config.dtype
+    max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    return ResolvedEngine(
+        model=config.model,
+        served_model_name=config.served_model_name,
+        device=device,
+        dtype=dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        backend=config.backend,
+        num_threads=config.num_threads,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=_token_budget(config, defaults, max_num_seqs),
+        prefill_chunk_size=config.prefill_chunk_size,
+        max_partial_prefills=config.max_partial_prefills,
+        block_size=config.block_size,
+        kv_cache_memory=config.kv_cache_memory,
+        memory_budget=_memory_budget(config, machine, device, defaults),
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
+        step_timeout_s=config.step_timeout_s,
+    )
+
+
+def _device(config: EngineConfig, machine: Machine) -> Device:
+    if config.device == "auto":
+        return "cuda" if machine.num_gpus else "cpu"
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    if config.device == "cuda" and machine.num_gpus < ranks:
+        raise ConfigError(
+            f"device is cuda and {ranks} ranks need a GPU each, but {machine.num_gpus} are visible. Set device to cpu, "
+            "or lower tensor_parallel_size and pipeline_parallel_size.",
+            param="device",
+        )
+    return config.device
+
+
+def _token_budget(config: EngineConfig, defaults: _DeviceDefaults, max_num_seqs: int) -> int:
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        return max(defaults.max_num_batched_tokens, max_num_seqs)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: every running sequence needs "
+            "one token of a step. Raise the first or lower the second.",
+            param="max_num_batched_tokens",
+        )
+    return budget
+
+
+def _memory_budget(config: EngineConfig, machine: Machine, device: Device, defaults: _DeviceDefaults) -> int | None:
+    if device == "cuda":
+        available = machine.free_gpu_memory
+    else:
+        available = machine.available_ram // (config.tensor_parallel_size * config.pipeline_parallel_size)
+    if config.memory_budget is not None:
+        if config.memory_budget > available:
+            raise ConfigError(
+                f"memory_budget is {format_bytes(config.memory_budget)}, but only {format_bytes(available)} are "
+                "available to a rank.",
+                param="memory_budget",
+            )
+        return config.memory_budget
+    if config.kv_cache_memory is not None and config.memory_fraction is None:
+        return None
+    return int(available * (config.memory_fraction or defaults.memory_fraction))

@@ -1,0 +1,224 @@
+"""Puts an engine together from its configuration: model, memory plan, executor, scheduler."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.configs.errors import ConfigError
+from shoal.configs.resolve import ResolvedEngine, resolve_engine
+from shoal.configs.schema import EngineConfig
+from shoal.kvcache.manager import KVCacheManager
+from shoal.model_shards.engine.admission import AdmissionLimits
+from shoal.model_shards.engine.engine import Engine, EngineSettings
+from shoal.model_shards.engine.machine import measure_machine
+from shoal.model_shards.engine.metrics import MetricsSink
+from shoal.model_shards.engine.policy import make_policy
+from shoal.model_shards.engine.scheduler import Scheduler, SchedulerSettings
+
+if TYPE_CHECKING:
+    from shoal.kvcache.planner import MemoryPlan, MemoryRequest
+    from shoal.model_shards.executor.base import Executor
+    from shoal.model_shards.models.config import ModelConfig
+    from shoal.model_shards.tokenizer.tokenizer import Tokenizer
+    from shoal.model_shards.weights.sources import ModelSource
+
+logger = logging.getLogger(__name__)
+
+SCRIPTED = "scripted:"
+_SCRIPTED_CONTEXT = 8192
+"""Default context of a scripted model, which has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What differs between a real and a scripted model."""
+
+    name: str
+    executor: Executor
+    tokenizer: Tokenizer
+    max_model_len: int
+    num_blocks: int
+    namespace: bytes
+    steps_in_flight: int = 2
+    memory_plan: MemoryPlan | None = None
+
+
+def build_engine(config: EngineConfig, metrics: MetricsSink | None = None) -> Engine:
+    """Loads the model and starts its ranks; the caller starts the engine. Raises ConfigError or ModelLoadError, with
+    nothing left running."""
+    settings = resolve_engine(config, measure_machine())
+    parts = _scripted(settings) if settings.model.startswith(SCRIPTED) else _real(settings)
+    scheduler = Scheduler(
+        SchedulerSettings(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=parts.max_model_len,
+            eos_token_ids=frozenset(parts.tokenizer.eos_token_ids),
+            prefill_chunk_size=settings.prefill_chunk_size,
+            max_partial_prefills=settings.max_partial_prefills,
+        ),
+        KVCacheManager(
+            parts.num_blocks,
+            settings.block_size,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            namespace=parts.namespace,
+        ),
+        make_policy(settings.scheduling_policy),
+    )
+    return Engine(
+        parts.executor,
+        scheduler,
+        parts.tokenizer,
+        EngineSettings(
+            model_name=settings.served_model_name or parts.name,
+            admission=AdmissionLimits(settings.max_waiting_requests, settings.max_waiting_tokens),
+            step_timeout_s=settings.step_timeout_s,
+            steps_in_flight=parts.steps_in_flight,
+        ),
+        metrics=metrics,
+        memory_plan=parts.memory_plan,
+    )
+
+
+def _scripted(settings: ResolvedEngine) -> _Parts:
+    from shoal.model_shards.executor.script_file import encode_scripts, read_script_file
+    from shoal.model_shards.executor.scripted import ScriptedExecutor
+    from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
+    from shoal.model_shards.weights.sources import resolve_model
+
+    path = Path(settings.model.removeprefix(SCRIPTED)).expanduser()
+    file = read_script_file(path)
+    tokenizer = load_tokenizer(resolve_model(file.tokenizer))
+    executor = ScriptedExecutor(encode_scripts(path, file, tokenizer), tokenizer)
+    max_model_len = settings.max_model_len or _SCRIPTED_CONTEXT
+    # Blocks without pages cost nothing: enough that no sequence ever waits for one.
+    blocks_per_sequence = -(-max_model_len // settings.block_size)
+    return _Parts(
+        name=path.stem,
+        executor=executor,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        num_blocks=1 + settings.max_num_seqs * blocks_per_sequence,
+        namespace=b"scripted",
+        steps_in_flight=executor.steps_in_flight,
+    )
+
+
+def _real(settings: ResolvedEngine) -> _Parts:
+    from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
+    from shoal.model_shards.weights.open import open_checkpoint
+    from shoal.model_shards.weights.sources import resolve_model
+
+    source = resolve_model(settings.model)
+    model = open_checkpoint(source).config
+    max_model_len, plan = plan_engine_memory(settings, model)
+    logger.info("memory of one rank for %s:\n%s", source.name, plan.render())
+    # The tokenizer before the weights: it is the quicker one to find something wrong.
+    tokenizer = load_tokenizer(source)
+    return _Parts(
+        name=source.name,
+        executor=_make_executor(settings, source, max_model_len, plan.num_blocks),
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        num_blocks=plan.num_blocks,
+        namespace=_namespace(settings, source),
+        memory_plan=plan,
+        steps_in_flight=settings.pipeline_parallel_size + 1,
+    )
+
+
+def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig) -> tuple[int, MemoryPlan]:
+    """(max_model_len, the plan). Raises ConfigError, with the arithmetic, when the settings do not fit."""
+    from shoal.kvcache.planner import plan_memory
+
+    asked = settings.max_model_len
+    if asked is not None and asked > model.max_position:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the model's context of {model.max_position} tokens.",
+            param="max_model_len",
+        )
+    max_model_len = asked or model.max_position
+    if asked is None:
+        # Nobody asked for the whole context: take what fits.
+        fits = plan_memory(_memory_request(settings, model, settings.block_size)).num_tokens
+        if fits < max_model_len:
+            logger.warning("max_model_len is %d: the KV cache cannot hold the model's %d", fits, max_model_len)
+            max_model_len = fits
+    request = _memory_request(settings, model, max_model_len)
+    plan = plan_memory(request)
+    most = settings.max_num_seqs * -(-max_model_len // settings.block_size) + 1
+    if settings.kv_cache_memory is None and plan.num_blocks > most:
+        plan = plan_memory(replace(request, kv_bytes=most * settings.block_size * plan.bytes_per_token))
+    return max_model_len, plan
+
+
+def _memory_request(settings: ResolvedEngine, model: ModelConfig, max_model_len: int) -> MemoryRequest:
+    import torch
+
+    from shoal.kvcache.planner import MemoryRequest
+    from shoal.kvcache.spec import decoder_specs, kv_heads_per_rank
+    from shoal.model_shards.models.stage import cut_stages
+    from shoal.model_shards.runner import footprint
+
+    dtype, kv_dtype = getattr(torch, settings.dtype), getattr(torch, settings.kv_dtype)
+    activation_dtype = torch.float32 if settings.device == "cpu" else dtype
+    tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    layers = max((stage.layers for stage in cut_stages(model, pp)), key=len)
+    return MemoryRequest(
+        specs=decoder_specs(
+            [model.window(layer) for layer in layers],
+            kv_heads_per_rank(model.num_kv_heads, tp),
+            model.head_dim,
+            kv_dtype.itemsize,
+        ),
+        block_size=settings.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        weights_bytes=footprint.weights_bytes(model, dtype, tp, pp),
+        activation_bytes=footprint.activation_bytes(
+            model, settings.max_num_batched_tokens, max_model_len, activation_dtype, tp
+        ),
+        total_bytes=settings.memory_budget,
+        kv_bytes=settings.kv_cache_memory,
+    )
+
+
+def _make_executor(settings: ResolvedEngine, source: ModelSource, max_model_len: int, num_blocks: int) -> Executor:
+    import torch
+
+    from shoal.model_shards.executor.local import LocalExecutor
+    from shoal.model_shards.executor.multiprocess import MultiprocessExecutor
+    from shoal.model_shards.runner.settings import RunnerSettings
+
+    runner = RunnerSettings(
+        model=source,
+        device=settings.device,
+        dtype=getattr(torch, settings.dtype),
+        kv_dtype=getattr(torch, settings.kv_dtype),
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        backend=settings.backend,
+        num_threads=settings.num_threads,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+    )
+    if settings.world_size == 1:
+        return LocalExecutor(runner)
+    return MultiprocessExecutor(runner, step_timeout_s=settings.step_timeout_s)
+
+
+def _namespace(settings: ResolvedEngine, source: ModelSource) -> bytes:
+    """Root of the prefix hashes: which weights and which KV format. A file's size and time stand for its contents."""
+    parts = [source.name, settings.dtype, settings.kv_dtype, str(settings.block_size), settings.device]
+    files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
+    for file in files:
+        status = file.stat()
+        parts += [file.name, str(status.st_size), str(status.st_mtime_ns)]
+    return hashlib.sha256("\0".join(parts).encode()).digest()
