@@ -1,0 +1,151 @@
+"""Plays scheduler for a ModelRunner or an Executor: blocks from a shuffled pool, chunks of a given size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.model_shards.engine.plan import NewSequence, ScheduledChunk, StepOutput, StepPlan
+from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.runner.model_runner import ModelRunner
+from shoal.model_shards.runner.settings import RunnerSettings
+from shoal.model_shards.sampling.params import SamplingParams
+from shoal.model_shards.weights.sources import ModelSource
+
+GREEDY = SamplingParams(temperature=0.0)
+
+Execute = Callable[[StepPlan], StepOutput]
+
+
+def settings_for(path: Path, **changes: Any) -> RunnerSettings:
+    """Small, fp32, on the CPU; `path` is a safetensors directory or a GGUF file."""
+    kind = "gguf" if path.suffix == ".gguf" else "safetensors"
+    values: dict[str, Any] = {
+        "model": ModelSource(path.name, kind, path),
+        "device": "cpu",
+        "dtype": torch.float32,
+        "kv_dtype": torch.float32,
+        "block_size": 16,
+        "num_blocks": 128,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
+        "max_model_len": 256,
+        "num_threads": 2,
+    }
+    return RunnerSettings(**{**values, **changes})
+
+
+def make_runner(path: Path, **changes: Any) -> ModelRunner:
+    return ModelRunner(settings_for(path, **changes), ParallelContext.single())
+
+
+def watch_hidden(runner: ModelRunner) -> list[torch.Tensor]:
+    """Collects what each step's forward pass returns (rows in batch order), to take logits of every row."""
+    seen: list[torch.Tensor] = []
+    forward = runner.model.forward
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        seen.append(forward(*arguments))
+        return seen[-1]
+
+    runner.model.forward = watched  # type: ignore[method-assign]
+    return seen
+
+
+def all_logits(runner: ModelRunner, hidden: list[torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = runner.model.logits(torch.cat(hidden))
+    assert logits is not None
+    return logits
+
+
+class Driver:
+    """Makes the plans of sequences that all live from the first step to the last."""
+
+    def __init__(self, settings: RunnerSettings, *, seed: int = 0) -> None:
+        self.block_size = settings.block_size
+        self.free_blocks = list(range(1, settings.num_blocks))
+        random.Random(seed).shuffle(self.free_blocks)
+        self.num_blocks: dict[int, int] = {}
+        self.step_id = 0
+
+    def blocks(self, seq_id: int, num_tokens: int) -> list[int]:
+        """The new blocks that a sequence needs to hold `num_tokens`."""
+        wanted = -(-num_tokens // self.block_size) - self.num_blocks.get(seq_id, 0)
+        taken = [self.free_blocks.pop() for _ in range(max(0, wanted))]
+        self.num_blocks[seq_id] = self.num_blocks.get(seq_id, 0) + len(taken)
+        return taken
+
+    def new(self, seq_id: int, token_ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -> NewSequence:
+        values: dict[str, Any] = {
+            "generation": 0,
+            "num_prompt_tokens": len(token_ids),
+            "seed": 1000 + seq_id,
+            "sample_index": 0,
+            "block_ids": [],
+        }
+        return NewSequence(seq_id, token_ids=list(token_ids), sampling=sampling, **{**values, **changes})
+
+    def chunk(self, seq_id: int, start: int, num_tokens: int, samples: bool) -> ScheduledChunk:
+        return ScheduledChunk(seq_id, start, num_tokens, self.blocks(seq_id, start + num_tokens), samples)
+
+    def plan(self, chunks: list[ScheduledChunk], **changes: Any) -> StepPlan:
+        self.step_id += 1
+        return StepPlan(self.step_id, chunks=chunks, **changes)
+
+    def prefill_plans(
+        self, prompts: dict[int, list[int]], chunk_size: int | None = None, sampling: SamplingParams = GREEDY
+    ) -> list[StepPlan]:
+        """Every prompt in chunks of `chunk_size` (None: whole), all sequences side by side."""
+        plans = []
+        new = [self.new(seq_id, tokens, sampling) for seq_id, tokens in prompts.items()]
+        done = dict.fromkeys(prompts, 0)
+        while any(done[seq_id] < len(tokens) for seq_id, tokens in prompts.items()):
+            chunks = []
+            for seq_id, tokens in prompts.items():
+                size = min(chunk_size or len(tokens), len(tokens) - done[seq_id])
+                if size > 0:
+                    chunks.append(self.chunk(seq_id, done[seq_id], size, done[seq_id] + size == len(tokens)))
+                    done[seq_id] += size
+            plans.append(self.plan(chunks, new=new))
+            new = []
+        return plans
+
+    def decode_plan(self, lengths: dict[int, int]) -> StepPlan:
+        """One token of each sequence; `lengths`: tokens known, the last one not computed yet. Counts them on."""
+        chunks = [self.chunk(seq_id, length - 1, 1, True) for seq_id, length in lengths.items()]
+        for seq_id in lengths:
+            lengths[seq_id] += 1
+        return self.plan(chunks)
+
+
+def generate(
+    execute: Execute,
+    settings: RunnerSettings,
+    prompts: list[list[int]],
+    num_tokens: int,
+    *,
+    chunk_size: int | None = None,
+    sampling: SamplingParams = GREEDY,
+) -> list[list[int]]:
+    """The sampled tokens of each prompt, all prompts in one batch."""
+    driver = Driver(settings)
+    by_id = dict(enumerate(prompts))
+    drawn: dict[int, list[int]] = {seq_id: [] for seq_id in by_id}
+    prefill = driver.prefill_plans(by_id, chunk_size, sampling)
+    for plan in prefill:
+        _collect(execute(plan), drawn)
+    lengths = {seq_id: len(tokens) + 1 for seq_id, tokens in by_id.items()}
+    for _ in range(num_tokens - 1):
+        _collect(execute(driver.decode_plan(lengths)), drawn)
+    return [drawn[seq_id] for seq_id in by_id]
+
+
+def _collect(output: StepOutput, drawn: dict[int, list[int]]) -> None:
+    assert output.errors == {}, output.errors
+    for seq_id, token_id in zip(output.seq_ids, output.token_ids, strict=True):
+        drawn[seq_id].append(token_id)
