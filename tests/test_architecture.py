@@ -22,6 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
+"""A Triton kernel is one program: its state cannot be handed to helpers as cheaply as elsewhere."""
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -157,12 +159,17 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
+def line_limit(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+
+
 def test_functions_stay_short() -> None:
     long = [
         show(path, node.lineno, f"{node.name}: {code_lines(node)} lines")
         for path in product_files()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > MAX_FUNCTION_LINES
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > line_limit(node)
     ]
     assert not long, "\n".join(long)
 
@@ -171,7 +178,7 @@ def test_no_machine_of_ours_is_named() -> None:
     """No absolute path of a developer's machine and no host of a package registry: both differ elsewhere."""
     hosts = [re.escape(".".join(parts)) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org"))]
     homes = ["/" + "work/", "/" + "root/", "/" + r"home/\w", "/" + r"tmp/(?!ray\b)\w"]
-    pattern = re.compile("|".join(hosts + homes))
+    pattern = re.compile("|".join([*hosts, *(rf"(?<![\w.])(?:{home})" for home in homes)]))
     found = []
     for path in tracked():
         try:
