@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from shoal.configs.errors import ConfigError
+
 Layout = Literal["canonical", "cpu_packed"]
 
 
@@ -17,7 +19,7 @@ class PageFormat:
     canonical (reference, Triton): K and V are each [num_blocks, block_size, num_kv_heads, head_dim].
     cpu_packed (native CPU unit):  K is [num_blocks, num_kv_heads, head_dim / 2, block_size, 2], so that one vector
     load holds one pair of channels of consecutive tokens and dot products need no horizontal sums; V is
-    [num_blocks, num_kv_heads, block_size, head_dim].
+    [num_blocks, num_kv_heads, block_size, head_dim]. The block size is a multiple of 16.
     """
 
     layout: Layout
@@ -27,6 +29,14 @@ class PageFormat:
     """On this rank."""
     head_dim: int
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.layout == "cpu_packed" and (self.block_size % 16 or self.head_dim % 2):
+            raise ConfigError(
+                f"The CPU's page layout needs a block size that 16 divides and an even head_dim, not {self.block_size} "
+                f"and {self.head_dim}; choose block_size 16 or 32, or the backend 'torch_cpu'.",
+                param="block_size",
+            )
 
     @property
     def bytes_per_block(self) -> int:

@@ -6,6 +6,7 @@ Triton costs nothing on a machine without a GPU.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch
 
 from shoal.configs.errors import ConfigError
 from shoal.kernels.ops import Ops
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,15 @@ def _refuse_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _make_cpu(device: torch.device, dtype: torch.dtype) -> Ops:
-    from shoal.kernels.cpu.torch_ops import TorchCpuOps
+    from shoal.kernels.cpu.build import NativeUnavailableError
+    from shoal.kernels.cpu.native import load
+    from shoal.kernels.cpu.ops import CpuOps
 
-    return TorchCpuOps(dtype)
+    try:
+        return CpuOps(load())
+    except NativeUnavailableError as error:
+        logger.warning("CPU operators run in plain torch, several times slower: %s.", error)
+        return BACKENDS["torch_cpu"].make(device, dtype)
 
 
 def _make_torch_cpu(device: torch.device, dtype: torch.dtype) -> Ops:

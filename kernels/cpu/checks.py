@@ -1,0 +1,34 @@
+"""Checks of the indices that native code follows blindly, for SHOAL_KERNEL_CHECKS=1: each costs a pass."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.page_format import KVPages
+
+
+def check_positions(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    _check_range("position", positions, len(cos_sin))
+
+
+def check_slots(slot_mapping: torch.Tensor, pages: KVPages) -> None:
+    _check_range("slot", slot_mapping[slot_mapping != -1], len(pages.k) * pages.format.block_size)
+
+
+def check_attention(meta: AttentionMetadata, pages: KVPages, num_tokens: int) -> None:
+    """Raises IndexError unless every block that a sequence reaches is in the pool, and every query is a token."""
+    query_lens = meta.query_start.diff()
+    if len(meta.query_start) != len(meta.seq_lens) + 1 or int(meta.query_start[0]) != 0:
+        raise IndexError("query_start must have one entry more than seq_lens and start at 0")
+    if (query_lens < 0).any() or (query_lens > meta.seq_lens).any() or int(meta.query_start[-1]) > num_tokens:
+        raise IndexError(f"query_start {meta.query_start.tolist()} does not fit seq_lens {meta.seq_lens.tolist()}")
+    capacity = meta.block_tables.shape[1] * pages.format.block_size
+    if (meta.seq_lens > capacity).any():
+        raise IndexError(f"a sequence is longer than the {capacity} slots of its block table")
+    _check_range("block", meta.block_tables, len(pages.k))
+
+
+def _check_range(what: str, index: torch.Tensor, end: int) -> None:
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < end:
+        raise IndexError(f"{what} out of range [0, {end}): from {int(index.min())} to {int(index.max())}")

@@ -1,0 +1,58 @@
+"""The native unit's functions, by ctypes. A call costs about a microsecond; ctypes releases the GIL while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.kernels.cpu.build import NativeUnavailableError, build
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+# Parameters in the order of the C declarations (see the .cpp files, which say what each is).
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "pack_weight": (_P, _I, _L, _L, _P, _I),
+    "weight_rows": (_P, _I, _L, _P, _L, _P, _I),
+    "linear": (_P, _L, _P, _I, _P, _P, _L, _L, _L, _I),
+    "rms_norm": (_P, _L, _P, _L, _P, _F, _P, _P, _L, _L, _I),
+    "head_rms_norm": (_P, _L, _P, _F, _P, _L, _L, _L, _I),
+    "rotary": (_P, _L, _L, _P, _L, _L, _P, _P, _L, _L, _I),
+    "gated": (_P, _L, _I, _P, _L, _L, _I),
+    "store_kv": (_P, _L, _P, _L, _P, _P, _I, _P, _L, _L, _L, _L, _I),
+    "paged_attention": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _P, _P, _L, _I),
+}
+
+
+class Native:
+    """A loaded library: one attribute a function, and `panel_outputs`, the width of a packed panel."""
+
+    pack_weight: Callable[..., None]
+    weight_rows: Callable[..., None]
+    linear: Callable[..., None]
+    rms_norm: Callable[..., None]
+    head_rms_norm: Callable[..., None]
+    rotary: Callable[..., None]
+    gated: Callable[..., None]
+    store_kv: Callable[..., None]
+    paged_attention: Callable[..., None]
+
+    def __init__(self, library: Path) -> None:
+        try:
+            loaded = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise NativeUnavailableError(f"the native unit could not be loaded: {error}") from error
+        for name, parameters in _SIGNATURES.items():
+            function = getattr(loaded, f"shoal_{name}")
+            function.argtypes, function.restype = parameters, None
+            setattr(self, name, function)
+        self.panel_outputs = int(loaded.shoal_panel_outputs())
+        self.library = library
+
+
+@functools.cache
+def load() -> Native:
+    """The process's native unit, built if need be. Raises NativeUnavailableError (each time: failures are not kept)."""
+    return Native(build())
