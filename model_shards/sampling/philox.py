@@ -7,8 +7,6 @@ the same numbers at the same position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -24,7 +22,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
-    """counter [4, n], key [2, n], 32-bit words in uint64 -> [4, n] 32-bit words. Column by column."""
+    """counter [4, n], key [2, n] or [2, 1], 32-bit words in uint64 -> [4, n] 32-bit words, column by column."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -34,12 +32,13 @@ def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
     return np.stack((c0, c1, c2, c3))
 
 
-def uniforms(seeds: Sequence[int], sample_indexes: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Two independent uniforms in [0, 1) with 53 bits each, a row: [n, 2]. Seeds are taken modulo 2**64."""
-    seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
-    position = np.array(positions, dtype=np.uint64)
-    index = np.array(sample_indexes, dtype=np.uint64)
-    counter = np.stack((position & _LOW, position >> _WORD, index, np.full_like(index, _TOKEN_DRAW)))
-    words = philox4x32(counter, np.stack((seed & _LOW, seed >> _WORD)))
+def uniforms(seed: int, sample_index: int, positions: range) -> npt.NDArray[np.float64]:
+    """Two independent uniforms in [0, 1) with 53 bits each for every output position: [len(positions), 2]. The seed is
+    taken modulo 2**64."""
+    position = np.arange(positions.start, positions.stop, dtype=np.uint64)
+    index, purpose = (np.full_like(position, value) for value in (sample_index, _TOKEN_DRAW))
+    counter = np.stack((position & _LOW, position >> _WORD, index, purpose))
+    key = np.array([[seed & 0xFFFFFFFF], [(seed >> 32) & 0xFFFFFFFF]], dtype=np.uint64)
+    words = philox4x32(counter, key)
     bits = (words[0::2] << _WORD) | words[1::2]
     return (bits >> np.uint64(11)).astype(np.float64).T * 2.0**-53

@@ -11,7 +11,6 @@ import torch
 from shoal.model_shards.engine.plan import TokenLogprobs
 from shoal.model_shards.sampling.draw import FAILED, Draws, draw
 from shoal.model_shards.sampling.logprobs import prompt_logprobs, token_logprobs
-from shoal.model_shards.sampling.philox import uniforms
 from shoal.model_shards.sampling.processors import apply_edits, edits_logits
 from shoal.model_shards.sampling.state import SamplerState
 from shoal.model_shards.sampling.vocab_rows import VocabRows
@@ -85,11 +84,7 @@ def _draws(index: list[int], states: Sequence[SamplerState]) -> Draws:
         np.array([p.top_k for p in params]),
         np.array([p.top_p for p in params], dtype=np.float64),
         np.array([p.min_p for p in params], dtype=np.float64),
-        uniforms(
-            [state.seed for state in chosen],
-            [state.sample_index for state in chosen],
-            [state.num_output_tokens for state in chosen],
-        ),
+        np.array([state.uniforms() for state in chosen]),
     )
 
 

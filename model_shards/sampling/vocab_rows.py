@@ -80,14 +80,20 @@ class VocabRows:
 
     def select(self, rows: IdArray) -> VocabRows:
         """A copy of these rows."""
-        return VocabRows(self._tensor[torch.from_numpy(rows)])
+        return VocabRows(torch.from_numpy(self._values[rows]))
 
     def softmax(self, rows: IdArray, temperatures: FloatArray) -> VocabRows:
-        """softmax(values / temperature) of these rows. NaN where a row has NaN, +inf or nothing finite."""
-        chosen = self._tensor if len(rows) == len(self) else self._tensor[torch.from_numpy(rows)]
-        if (temperatures != 1.0).any():
-            chosen = chosen / torch.from_numpy(temperatures)[:, None]
-        return VocabRows(torch.softmax(chosen, dim=1))
+        """softmax(values / temperature) of these rows. NaN where a row has NaN, +inf or nothing finite.
+
+        (torch runs the rows in parallel, each on one core; it has no cheaper way to divide than one more pass, and
+        numpy's needs no second parallel region.)
+        """
+        if len(rows) == len(self) and (temperatures == 1.0).all():
+            scaled = self._tensor
+        else:
+            scaled = torch.from_numpy(self._values[rows])
+            np.divide(scaled.numpy(), temperatures[:, None], out=scaled.numpy())
+        return VocabRows(torch.softmax(scaled, dim=1))
 
     def column_max(self, rows: IdArray) -> FloatArray:
         """[len(rows), columns.count]; NaN where the column has one."""
