@@ -10,11 +10,12 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.configs.errors import ConfigError
 from shoal.deployments.bench.workloads import Workload, describe_presets, preset
 from shoal.deployments.cli.main import COMMANDS
+from shoal.deployments.cli.options import json_object
 
 if TYPE_CHECKING:
     from shoal.deployments.bench.prompts import Ruler
@@ -69,12 +70,12 @@ def _add_target_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="model name to ask for (default: the first of /v1/models)")
     group.add_argument("--api", choices=["chat", "completions"], default="chat", help="which endpoint (default: chat)")
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
-    group.add_argument("--extra-body", type=_json_object, default={}, metavar="JSON", help="fields for every request")
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="fields for every request")
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="per request (default: %(default)s)")
     group.add_argument("--tokenizer", metavar="MODEL", help="measure prompts with this model's tokenizer, here")
     group.add_argument("--offline", metavar="MODEL", help="no server: run the engine in this process")
     group.add_argument(
-        "--engine", type=_json_object, default={}, metavar="JSON", help="engine settings for --offline, as in the YAML"
+        "--engine", type=json_object, default={}, metavar="JSON", help="engine settings for --offline, as in the YAML"
     )
 
 
@@ -92,16 +93,6 @@ def _add_load_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--repetitions", type=int, default=1, help="passes over all workloads (default: 1)")
     group.add_argument("--warm-up", type=int, default=2, metavar="N", help="unmeasured requests (default: 2)")
     group.add_argument("--seed", default="shoal", help="same seed, same prompts")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
 
 
 def _rates(text: str) -> list[float]:
@@ -182,11 +173,11 @@ async def _measure(args: argparse.Namespace, plan: Plan) -> Report:
 
 def _target(args: argparse.Namespace) -> Target:
     if args.offline is not None:
-        from shoal.configs.schema import EngineConfig
+        from shoal.configs.schema import parse_engine_config
         from shoal.deployments.bench.offline_target import OfflineTarget
         from shoal.model_shards.engine.build import build_engine
 
-        engine = build_engine(EngineConfig(**{"model": args.offline, **args.engine}))
+        engine = build_engine(parse_engine_config({"model": args.offline, **args.engine}))
         engine.start()
         return OfflineTarget(engine)
     from shoal.deployments.bench.http_target import HttpSettings, HttpTarget

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.configs.errors import ConfigError
 from shoal.deployments.cli.main import COMMANDS
+from shoal.deployments.cli.options import json_object
 
 if TYPE_CHECKING:
     from shoal.deployments.cli.answers import Answers
@@ -42,6 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="root of the server (default: %(default)s)")
     parser.add_argument("--model", help="model name to ask for (default: the first that is served)")
     parser.add_argument("--offline", metavar="MODEL", help="no server: run the engine in this process")
+    parser.add_argument(
+        "--engine", type=json_object, default={}, metavar="JSON", help="engine settings for --offline, as in the YAML"
+    )
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
@@ -76,10 +80,10 @@ def _answers(args: argparse.Namespace) -> Answers:
 
     sampling = Sampling(args.max_tokens, args.temperature, args.seed)
     if args.offline is not None:
-        from shoal.configs.schema import EngineConfig
+        from shoal.configs.schema import parse_engine_config
         from shoal.model_shards.engine.build import build_engine
 
-        engine = build_engine(EngineConfig(model=args.offline))
+        engine = build_engine(parse_engine_config({"model": args.offline, **args.engine}))
         engine.start()
         return EngineAnswers(engine, sampling)
     answers = HttpAnswers(args.url, args.model, args.api_key, sampling)
