@@ -10,10 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.configs.errors import EngineDeadError, OverloadedError, RateLimitError, ShoalError
-from shoal.model_shards.engine.request import Request, RequestDelta
+from shoal.guardrails.verdicts import Verdict
+from shoal.model_shards.engine.request import Request
+
+if TYPE_CHECKING:
+    from shoal.model_shards.engine.output import DeltaSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +55,6 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a rail says. `rule` names the rule that fired; it is for logs, metrics and the refusal's message."""
-
-    allowed: bool
-    rule: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a gateway must know of the engine behind it. Fixed for the life of `instance_id`."""
 
@@ -72,21 +69,21 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One look at the engine. Counts are of sequences, times in seconds."""
+    """One look at the engine."""
 
     instance_id: str
+    """Empty when the asking gateway is not attached (any more)."""
     alive: bool
     running: int
+    """Sequences."""
     waiting: int
+    live_requests: int
+    """Requests that are accepted and not ended."""
     seconds_since_step: float
-    detail: str
-    stats: dict[str, float]
-
-
-class DeltaSink(Protocol):
-    """Takes the deltas of one step; called on an engine thread and must not block."""
-
-    def deliver(self, deltas: list[RequestDelta]) -> None: ...
+    """Since a step ended, or the engine was last seen idle."""
+    kv_blocks: int
+    kv_blocks_free: int
+    """Cached ones included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +93,13 @@ class ReplyAddress:
     endpoint: str
     server_key: bytes
     """CURVE public key of the receiver, Z85."""
+
+
+class UnknownGatewayError(ShoalError):
+    """The caller has not attached (this shard group has restarted); it should, and try again."""
+
+    status = 503
+    code = "unknown_gateway"
 
 
 class TokenizerStage(Protocol):
@@ -182,3 +186,10 @@ def error_from_wire(wire: dict[str, Any]) -> ShoalError:
 
 def _subclasses(cls: type[ShoalError]) -> list[type[ShoalError]]:
     return [cls, *(deeper for child in cls.__subclasses__() for deeper in _subclasses(child))]
+
+
+def package_version() -> str:
+    try:
+        return version("shoal")
+    except PackageNotFoundError:
+        return "unknown"

@@ -101,7 +101,7 @@ class StreamHub:
 
 class LoopSink:
     """A DeltaSink for an engine in this process: hands each step's deltas to the event loop, waking it once a step
-    (and not at all while it has not yet taken the last)."""
+    (and not at all while it has not yet taken the last). Raises RuntimeError once the loop is closed."""
 
     def __init__(self, hub: StreamHub, loop: asyncio.AbstractEventLoop) -> None:
         self._hub, self._loop = hub, loop
@@ -112,7 +112,7 @@ class LoopSink:
         self._steps.append(deltas)
         # The flag is cleared before the deque is emptied, so a step that is appended meanwhile is seen by that pass
         # or schedules the next one; a second wake-up for nothing is harmless.
-        if not self._scheduled and not self._loop.is_closed():
+        if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon_threadsafe(self._take)
 

@@ -135,9 +135,6 @@ class ChatCompletionRequest(GenerationFields):
         message = "A tool_choice that forces a call is not supported by this server yet; use auto or none."
         raise InvalidRequestError(message, param="tool_choice", code="unsupported_parameter")
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        return [message.to_template(position) for position, message in enumerate(self.messages)]
-
 
 def _tool_call(call: dict[str, Any], position: int) -> dict[str, Any]:
     """OpenAI carries arguments as a JSON string, chat templates take the object."""

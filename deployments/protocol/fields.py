@@ -8,7 +8,7 @@ naming them, unless their value is the one that asks for nothing. Anything else 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -80,8 +80,6 @@ class StreamOptions(ApiModel):
 class GenerationFields(ApiModel):
     """The fields of chat and text completions that mean the same in both."""
 
-    max_tokens_field: ClassVar[str] = "max_tokens"
-
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -108,7 +106,6 @@ class GenerationFields(ApiModel):
     skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    return_token_ids: bool | None = None
 
     @property
     def streams(self) -> bool:

@@ -60,34 +60,58 @@ def _chat_token(token_id: int, logprob: float, vocabulary: Vocabulary) -> dict[s
 class LegacyLogprobs:
     """`choices[].logprobs` of a text completion, for one choice: keeps the running `text_offset` (in characters)."""
 
-    def __init__(self, vocabulary: Vocabulary, start_offset: int = 0) -> None:
+    def __init__(self, vocabulary: Vocabulary, invisible: frozenset[int]) -> None:
+        """`invisible` ids have no text in the answer (special tokens, when they are skipped)."""
         self._vocabulary = vocabulary
-        self._offset = start_offset
+        self._invisible = invisible
+        self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def block(
-        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, invisible: frozenset[int] = frozenset()
-    ) -> dict[str, Any]:
-        """The next tokens. An entry is None where nothing precedes the token. `invisible` ids have no text in `text`."""
-        block: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def echo(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str) -> dict[str, Any]:
+        """The prompt's tokens; call first. `text` is the prompt as it is shown: where its tokens hold more (an added
+        BOS, SentencePiece's leading space), that is at the front."""
+        block = self._new_block()
+        ends, offset = [], 0
         for token_id, entry in zip(token_ids, entries, strict=True):
-            block["tokens"].append(self._vocabulary.show(token_id))
-            block["text_offset"].append(self._offset)
-            block["token_logprobs"].append(None if entry is None else clamp(entry.logprob))
-            block["top_logprobs"].append(None if entry is None else self._alternatives(entry))
-            if token_id not in invisible:
-                self._offset += len(self._decoder.decode(self._vocabulary.bytes(token_id)))
+            self._append(block, token_id, entry)
+            ends.append(offset)
+            offset += len(self._decoder.decode(self._vocabulary.bytes(token_id)))
+        surplus = max(0, offset - len(text))
+        block["text_offset"] = [max(0, start - surplus) for start in ends]
+        self._offset = len(text)
+        self._decoder.reset()
         return block
 
+    def block(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next generated tokens."""
+        block = self._new_block()
+        for entry in entries:
+            self._append(block, entry.token_id, entry)
+            block["text_offset"].append(self._offset)
+            if entry.token_id not in self._invisible:
+                self._offset += len(self._decoder.decode(self._vocabulary.bytes(entry.token_id)))
+        return block
+
+    def _new_block(self) -> dict[str, Any]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def _append(self, block: dict[str, Any], token_id: int, entry: TokenLogprobs | None) -> None:
+        block["tokens"].append(self._vocabulary.show(token_id))
+        block["token_logprobs"].append(None if entry is None else clamp(entry.logprob))
+        block["top_logprobs"].append(None if entry is None else self._alternatives(entry))
+
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The k best, and the token itself where it is not among them (as OpenAI does). Two tokens of one text (rare)
-        keep the better value: the list is sorted, so the first one stays."""
+        """The k best, and the token itself where it is not among them (as OpenAI does). Of two tokens with one text
+        the better stays: the list is sorted."""
         shown: dict[str, float] = {}
-        if not entry.top:
-            return shown
-        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            shown.setdefault(self._vocabulary.show(token_id), clamp(logprob))
+        if entry.top:
+            for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+                shown.setdefault(self._vocabulary.show(token_id), clamp(logprob))
         return shown
+
+
+def join_blocks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {name: first[name] + second[name] for name in first}
 
 
 def prompt_logprobs(

@@ -1,0 +1,128 @@
+"""Tokens beside Ray: one ZMQ message a step from a shard group to each gateway that waits for something.
+
+A message is msgpack: a list of `RequestDelta.to_wire()`. Every connection is CURVE: the gateway is the server and makes
+its key pair when it starts; its public key travels to the shard group in the `attach` call, and the shard group's public
+key comes back as that call's answer. So a connection proves on both sides that Ray's (authenticated) control plane
+introduced it, and no secret leaves the process that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import threading
+
+import msgpack
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from shoal.configs.app import WiringConfig
+from shoal.configs.errors import ConfigError
+from shoal.deployments.stages import ReplyAddress
+from shoal.deployments.streams import StreamHub
+from shoal.model_shards.engine.request import RequestDelta
+
+MAX_MESSAGE_BYTES = 256 << 20
+MAX_QUEUED_STEPS = 10_000
+"""Messages that wait for a gateway which does not take them; beyond, its requests are given up."""
+
+logger = logging.getLogger("shoal.data_plane")
+
+
+def encode(deltas: list[RequestDelta]) -> bytes:
+    return bytes(msgpack.packb([delta.to_wire() for delta in deltas]))
+
+
+def decode(message: bytes) -> list[RequestDelta]:
+    """Raises ValueError for what `encode` did not write."""
+    try:
+        return [RequestDelta.from_wire(wire) for wire in msgpack.unpackb(message)]
+    except (TypeError, KeyError, msgpack.exceptions.UnpackException, msgpack.exceptions.ExtraData) as error:
+        raise ValueError(f"not a message of deltas: {error}") from error
+
+
+class DeltaReceiver:
+    """The gateway's end: binds a port, gives what arrives to the hub."""
+
+    def __init__(self, hub: StreamHub, wiring: WiringConfig) -> None:
+        """Raises ConfigError for an address that the configuration does not allow, or that cannot be bound."""
+        host = wiring.data_plane_host
+        if not (ipaddress.ip_address(host).is_loopback or wiring.allow_remote):
+            message = f"The data plane would listen on {host}; set wiring.allow_remote to true if that is meant."
+            raise ConfigError(message, param="wiring.data_plane_host")
+        self._hub = hub
+        self._allowed_keys: set[bytes] = set()
+        self._context = zmq.asyncio.Context()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self)
+        public, secret = zmq.curve_keypair()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_STEPS)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{shown}")
+        except zmq.ZMQError as error:
+            self.close()
+            message = f"The data plane cannot listen on {host}: {error}."
+            raise ConfigError(message, param="wiring.data_plane_host") from None
+        self.address = ReplyAddress(endpoint=f"tcp://{shown}:{port}", server_key=public)
+        self._task = asyncio.get_running_loop().create_task(self._receive(), name="data-plane")
+
+    def allow(self, client_key: bytes) -> None:
+        """Lets the shard group with this public key (Z85) send."""
+        self._allowed_keys.add(client_key)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What pyzmq's authenticator asks of a new connection."""
+        return key in self._allowed_keys
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._socket.recv()
+            try:
+                deltas = decode(message)
+            except ValueError:
+                logger.exception("a data plane message was dropped")
+                continue
+            self._hub.dispatch(deltas)
+
+    def close(self) -> None:
+        if hasattr(self, "_task"):
+            self._task.cancel()
+        self._authenticator.stop()
+        self._socket.close()
+        self._context.term()
+
+
+class ZmqSink:
+    """The shard group's end: a DeltaSink that sends to one gateway."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reply: ReplyAddress, keys: tuple[bytes, bytes]) -> None:
+        """`keys` are this side's public and secret key, Z85."""
+        # ZMQ sockets must not be used by two threads at once; the engine may deliver from more than one.
+        self._lock = threading.Lock()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_STEPS)
+        self._socket.setsockopt(zmq.IPV6, int("[" in reply.endpoint))
+        self._socket.curve_serverkey = reply.server_key
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        self._socket.connect(reply.endpoint)
+
+    def deliver(self, deltas: list[RequestDelta]) -> None:
+        """Never blocks. Raises zmq.Again when the gateway has taken nothing for MAX_QUEUED_STEPS steps."""
+        message = encode(deltas)
+        with self._lock:
+            self._socket.send(message, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()

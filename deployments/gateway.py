@@ -1,0 +1,140 @@
+"""Gateway: the process that answers HTTP, with its neighbours in the same process or behind Serve handles.
+
+Nothing here knows Ray: the Serve deployments around these classes are in deployments/app.py, and tests and embedders
+run the same gateway under any ASGI server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp
+
+from shoal.configs.app import AppConfig
+from shoal.deployments.data_plane import DeltaReceiver
+from shoal.deployments.engine_link import EngineLink
+from shoal.deployments.guard import Guard
+from shoal.deployments.http.app import create_app
+from shoal.deployments.metrics import ENGINE_METRICS, GATEWAY_METRICS, EngineMetrics, Metrics, Mirror
+from shoal.deployments.service import GatewayService, Stages
+from shoal.deployments.stages import EngineStage, GuardStage, TokenizerStage, package_version
+from shoal.deployments.streams import StreamHub
+from shoal.deployments.tokenizer import Tokenizer
+from shoal.guardrails.pipeline import load_rails
+
+if TYPE_CHECKING:
+    from shoal.deployments.shard_group import ShardGroup
+
+logger = logging.getLogger("shoal.gateway")
+
+SCRIPTED = "scripted:"
+_LAST_WORDS_S = 2.0
+
+MirrorFactory = Callable[[str], Mirror]
+"""Model name -> where its metrics are reported as well."""
+
+
+class Gateway:
+    """Made by `colocated` or `separate`; closed by `close`."""
+
+    def __init__(self, service: GatewayService, closers: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        self.service = service
+        self.asgi: ASGIApp = create_app(service, package_version())
+        self._closers = closers
+
+    @classmethod
+    async def colocated(cls, config: AppConfig, mirror: MirrorFactory | None = None) -> Gateway:
+        """Loads the model here and connects to it. Raises ConfigError or ModelLoadError, with nothing left running."""
+        guard = Guard(config.guard)
+        group = await asyncio.to_thread(build_shard_group, config, mirror)
+        tokenizer = Tokenizer(group.engine.tokenizer, config.tokenizer, config.gateway.limits)
+
+        async def close() -> None:
+            await group.shutdown()
+            tokenizer.close()
+            guard.close()
+
+        stages = Stages(tokenizer, guard if _has_input_rails(config) else None)
+        return await cls._connected(config, stages, group, mirror, [close])
+
+    @classmethod
+    async def separate(
+        cls,
+        config: AppConfig,
+        tokenizer: TokenizerStage,
+        guard: GuardStage,
+        engine: EngineStage,
+        mirror: MirrorFactory | None = None,
+    ) -> Gateway:
+        """Connects to stages in other processes. Their tokens come over the data plane."""
+        stages = Stages(tokenizer, guard if _has_input_rails(config) else None)
+        return await cls._connected(config, stages, engine, mirror, [], remote=True)
+
+    @classmethod
+    async def _connected(
+        cls,
+        config: AppConfig,
+        stages: Stages,
+        engine: EngineStage,
+        mirror: MirrorFactory | None,
+        closers: list[Callable[[], Coroutine[Any, Any, None]]],
+        *,
+        remote: bool = False,
+    ) -> Gateway:
+        hub = StreamHub()
+        link = EngineLink(engine, hub, config.gateway, DeltaReceiver(hub, config.wiring) if remote else None)
+        try:
+            await link.connect()
+            name = link.info.model_name
+            metrics = Metrics(GATEWAY_METRICS)
+            metrics.name_model(name, None if mirror is None else mirror(name))
+            _, output_rails = load_rails(config.guard)
+            return cls(GatewayService(config.gateway, stages, link, hub, output_rails, metrics), closers)
+        except BaseException:
+            link.close()
+            for close in closers:
+                await close()
+            raise
+
+    async def close(self) -> None:
+        """Refuses new requests, lets the running ones end (the engine drains), then stops everything made here."""
+        self.service.draining = True
+        for close in self._closers:
+            await close()
+        # The last deltas of the drained engine still have to become bytes.
+        await self.service.wait_until_idle(_LAST_WORDS_S)
+        self.service.link.close()
+
+
+def _has_input_rails(config: AppConfig) -> bool:
+    return config.guard.check_input and config.guard.deny_list is not None
+
+
+def build_shard_group(config: AppConfig, mirror: MirrorFactory | None = None) -> ShardGroup:
+    """Loads the model and starts its engine; takes seconds. Raises ConfigError or ModelLoadError."""
+    from shoal.deployments.shard_group import ShardGroup
+    from shoal.model_shards.engine.build import build_engine
+
+    metrics = Metrics(ENGINE_METRICS)
+    engine = build_engine(config.engine, EngineMetrics(metrics))
+    metrics.name_model(engine.model_name, None if mirror is None else mirror(engine.model_name))
+    engine.start()
+    lease_s = config.wiring.gateway_lease_s
+    return ShardGroup(engine, metrics, gateway_lease_s=lease_s, drain_s=config.gateway.drain_s)
+
+
+def build_tokenizer(config: AppConfig) -> Tokenizer:
+    """The Tokenizer stage for a process of its own. Raises ConfigError or ModelLoadError."""
+    from shoal.model_shards.executor.script_file import read_script_file
+    from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
+    from shoal.model_shards.weights.sources import resolve_model
+
+    model = config.engine.model
+    if model.startswith(SCRIPTED):
+        model = read_script_file(Path(model.removeprefix(SCRIPTED)).expanduser()).tokenizer
+    tokenizer = load_tokenizer(resolve_model(model, progress=False))
+    return Tokenizer(tokenizer, config.tokenizer, config.gateway.limits)
