@@ -1,0 +1,142 @@
+"""Random traffic under a simulated clock: whatever comes, every request gets what it would get alone, and the ledger
+of blocks is exact."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shoal.model_shards.engine.plan import StepOutput, StepPlan
+from shoal.model_shards.engine.request import FinishReason, Request
+from shoal.model_shards.engine.scheduler import Scheduler
+
+SCENARIOS = [
+    pytest.param({}, id="ample"),
+    pytest.param({"num_blocks": 14, "max_model_len": 48}, id="starved"),
+    pytest.param({"num_blocks": 14, "max_model_len": 48, "policy": "priority"}, id="starved-priority"),
+    pytest.param({"policy": "priority", "max_num_seqs": 3}, id="priority-few-seats"),
+    pytest.param({"max_num_batched_tokens": 8}, id="small-budget"),
+    pytest.param({"prefill_chunk_size": 1, "max_partial_prefills": 2}, id="chunks-of-1"),
+    pytest.param({"prefill_chunk_size": 7, "max_partial_prefills": 1, "num_blocks": 20}, id="chunks-of-7"),
+    pytest.param({"prefix_caching": False, "num_blocks": 30}, id="no-prefix-cache"),
+    pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 1}, id="one-token-a-step"),
+    pytest.param({"block_size": 1, "num_blocks": 60, "max_model_len": 60}, id="blocks-of-1"),
+]
+
+
+class Traffic:
+    """Drives a scheduler with `depth` steps in flight, and checks every plan and every result."""
+
+    def __init__(self, kit: ModuleType, rng: random.Random, depth: int, options: dict[str, Any]) -> None:
+        self.kit, self.rng, self.depth = kit, rng, depth
+        self.scheduler: Scheduler = kit.make_scheduler(**options)
+        self.ranks = kit.ranks_for(self.scheduler)
+        self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.limits: dict[int, int] = {}
+        self.prompts = [[rng.randrange(kit.VOCAB) for _ in range(40)] for _ in range(3)]
+        self.previous: StepPlan | None = None
+
+    def arrive(self, now: int) -> None:
+        rng = self.rng
+        longest = min(self.scheduler.settings.max_model_len - 1, 40)
+        shared = rng.choice(self.prompts)[: rng.randrange(longest)]
+        prompt = (shared + [rng.randrange(self.kit.VOCAB) for _ in range(rng.randrange(8))])[:longest] or [3]
+        max_tokens: int | None = rng.choice([1, 2, 5, 12, None])
+        if max_tokens is not None:
+            max_tokens = min(max_tokens, self.scheduler.settings.max_model_len - len(prompt))
+        request = self.kit.make_request(
+            f"r{len(self.requests)}",
+            prompt,
+            priority=rng.randrange(3),
+            arrival=float(now),
+            seed=rng.randrange(5),
+            salt=rng.choice(["", "", "tenant"]),
+            max_tokens=max_tokens,
+            n=rng.choice([1, 1, 1, 2, 4]),
+            ignore_eos=max_tokens is not None and rng.random() < 0.3,
+            prompt_logprobs=rng.choice([None, None, None, 0]),
+        )
+        self.requests[request.request_id] = request
+        for index in range(request.sampling.n):
+            self.outputs[request.request_id, index] = []
+        for sequence in self.scheduler.add(request):
+            self.limits[sequence.seq_id] = sequence.limit
+
+    def abort_one(self) -> None:
+        name = self.rng.choice(list(self.requests))
+        for sequence in self.scheduler.abort(name):
+            self.reasons[name, sequence.index] = FinishReason.ABORT
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.check_no_decode_waits(plan)
+            self.in_flight.append((plan, self.ranks.execute(plan)))
+        if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
+            for update in self.scheduler.commit(self.in_flight.popleft()[1]):
+                key = (update.sequence.request.request_id, update.sequence.index)
+                assert key not in self.reasons, "a result after the end"
+                self.outputs[key] += update.token_ids
+                if update.finish_reason is not None:
+                    self.reasons[key] = update.finish_reason
+        self.scheduler.kv.check_integrity()
+
+    def check_no_decode_waits(self, plan: StepPlan) -> None:
+        """Whoever sampled in the step before goes on in this one, unless it ended, was preempted, or needs no more."""
+        now = {chunk.seq_id for chunk in plan.chunks} | set(plan.removed)
+        for chunk in self.previous.chunks if self.previous is not None else ():
+            if chunk.samples and chunk.seq_id not in now:
+                live = self.ranks.live[chunk.seq_id]
+                sampled = len(live.tokens) - live.new.num_prompt_tokens
+                assert sampled >= self.limits[chunk.seq_id], "a decode was left waiting"
+        self.previous = plan
+
+    def check_results(self) -> None:
+        assert set(self.reasons) == set(self.outputs), "a request was lost"
+        for (name, index), output in self.outputs.items():
+            request, reason = self.requests[name], self.reasons[name, index]
+            limit = self.scheduler.limit_of(request)
+            alone = self.kit.unbatched(request, index, limit)
+            if reason is FinishReason.ABORT:
+                assert output == alone[: len(output)]
+                continue
+            assert output == alone, f"{name}[{index}] differs from its unbatched run"
+            stopped = output[-1] == self.kit.EOS and not request.sampling.ignore_eos
+            assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        kv = self.scheduler.kv
+        kv.check_integrity()
+        assert kv.num_free_blocks == kv.num_total_blocks, "blocks leaked"
+        assert not self.scheduler.has_work()
+
+
+@pytest.mark.parametrize("options", SCENARIOS)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_random_traffic_gives_every_request_what_it_gets_alone(
+    kit: ModuleType, options: dict[str, Any], depth: int
+) -> None:
+    preemptions = 0
+    for seed in range(3):
+        rng = random.Random(f"{seed}{depth}{options}")
+        traffic = Traffic(kit, rng, depth, options)
+        for now in range(60):
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                traffic.arrive(now)
+            if traffic.requests and rng.random() < 0.1:
+                traffic.abort_one()
+            traffic.step()
+        steps = 0
+        while traffic.scheduler.has_work() or traffic.in_flight:
+            traffic.step()
+            steps += 1
+            assert steps < 100_000, "livelock"
+        traffic.check_results()
+        preemptions += traffic.scheduler.counters.preemptions
+    if "num_blocks" in options and options["num_blocks"] == 14:
+        assert preemptions > 0
