@@ -100,4 +100,6 @@ def _read(channel: Channel, inbox: Inbox, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # tearing down torch would take seconds and can hang on a peer that is gone

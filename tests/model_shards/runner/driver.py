@@ -34,7 +34,7 @@ def settings_for(path: Path, **changes: Any) -> RunnerSettings:
         "max_num_batched_tokens": 512,
         "max_num_seqs": 64,
         "max_model_len": 256,
-        "num_threads": 2,
+        "num_threads": 1,
     }
     return RunnerSettings(**{**values, **changes})
 
