@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class OfflineTarget(Target):
     """Takes over a started engine and shuts it down at the end."""
 
+    in_process = True
+
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._engine = engine

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from shoal.deployments.bench.records import RequestRecord
 from shoal.deployments.bench.session import Measurement
@@ -18,11 +20,11 @@ BUSY_CLIENT = 0.2
 LATE_CLIENT_MS = 50.0
 
 
-def measurement_table(measurement: Measurement) -> Table:
+def measurement_view(measurement: Measurement) -> Group:
     """Latencies (and, in a mixed workload, those of each kind of stream) and rates of one pass."""
     summary, workload = measurement.summary, measurement.workload
     title = f"{workload.name} · {workload.summary}" if workload.summary else workload.name
-    table = Table(title=title, title_justify="left", caption=_caption(measurement), caption_justify="left")
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("ms", justify="left")
     for name in ("mean", "p50", "p90", "p99", "max"):
         table.add_column(name, justify="right")
@@ -31,7 +33,7 @@ def measurement_table(measurement: Measurement) -> Table:
         for name, values in rows:
             table.add_row(prefix + name, *_cells(values))
         table.add_section()
-    return table
+    return Group(Text(title, style="bold"), table, Text(_figures(measurement)), Text(""))
 
 
 def shape_line(workload: Workload) -> str:
@@ -44,7 +46,7 @@ def shape_line(workload: Workload) -> str:
     return f"{arrival}, {workload.input_tokens} tokens in{shared}, {workload.output_tokens} out"
 
 
-def _caption(measurement: Measurement) -> str:
+def _figures(measurement: Measurement) -> str:
     summary = measurement.summary
     lines = [
         shape_line(measurement.workload),
@@ -60,7 +62,8 @@ def _caption(measurement: Measurement) -> str:
             f"and TPOT {objective.tpot_ms:g} ms ({'sustained' if good.sustained else 'not sustained'})"
         )
     cpu = measurement.cpu
-    shares = [("client", cpu.client), ("server", cpu.server), ("others", cpu.foreign)]
+    own = "this process, engine included" if measurement.in_process else "client"
+    shares = [(own, cpu.client), ("server", cpu.server), ("others", cpu.foreign)]
     lines.append("CPU: " + ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None))
     return "\n".join(lines + _warnings(measurement, summary))
 
@@ -69,7 +72,7 @@ def _warnings(measurement: Measurement, summary: Summary) -> list[str]:
     found = []
     if summary.first_error:
         found.append(f"first error: {summary.first_error}")
-    if measurement.cpu.client > BUSY_CLIENT:
+    if measurement.cpu.client > BUSY_CLIENT and not measurement.in_process:
         found.append("the load generator itself uses much of this machine: latencies are upper bounds")
     if summary.send_lag_ms > LATE_CLIENT_MS and measurement.workload.open_loop:
         found.append(f"the load generator was up to {summary.send_lag_ms:.0f} ms late (counted as latency)")

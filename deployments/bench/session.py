@@ -45,6 +45,8 @@ class Measurement:
     repetition: int
     summary: Summary
     cpu: CpuShares
+    in_process: bool = False
+    """The engine ran in the load generator's own process, so the client's share of the CPU holds both."""
 
     def to_json(self) -> dict[str, Any]:
         shape = {
@@ -141,7 +143,8 @@ class Session:
         run = await self._drive(prepared)
         shares = meter.shares()
         self._watcher.end()
-        return Measurement(workload, repetition, summarize(run.records, run.wall_s, plan.objective), shares)
+        summary = summarize(run.records, run.wall_s, plan.objective)
+        return Measurement(workload, repetition, summary, shares, self._target.in_process)
 
     async def _drive(self, prepared: Prepared) -> Run:
         return await drive(self._target, prepared, self._watcher.record)

@@ -22,6 +22,7 @@ class Target(ABC):
     """
 
     clock: Clock = staticmethod(time.perf_counter)
+    in_process: bool = False
 
     def __init__(self) -> None:
         self.on_event: Callable[[int], None] = lambda tokens: None

@@ -150,13 +150,13 @@ def plan_workloads(args: argparse.Namespace) -> list[Workload]:
 async def _measure(args: argparse.Namespace, plan: Plan) -> Report:
     from rich.console import Console
 
-    from shoal.deployments.bench.render import ProgressWatcher, measurement_table
+    from shoal.deployments.bench.render import ProgressWatcher, measurement_view
     from shoal.deployments.bench.session import Session
 
     results = Console(stderr=args.json == "-", highlight=False)
 
     def show(measurement: Measurement) -> None:
-        results.print(measurement_table(measurement))
+        results.print(measurement_view(measurement))
 
     target = await asyncio.to_thread(_target, args)
     async with target:
