@@ -52,6 +52,14 @@ def build_engine(config: EngineConfig, metrics: MetricsSink | None = None) -> En
     nothing left running."""
     settings = resolve_engine(config, measure_machine())
     parts = _scripted(settings) if settings.model.startswith(SCRIPTED) else _real(settings)
+    try:
+        return _assemble(settings, parts, metrics)
+    except BaseException:
+        parts.executor.close()
+        raise
+
+
+def _assemble(settings: ResolvedEngine, parts: _Parts, metrics: MetricsSink | None) -> Engine:
     scheduler = Scheduler(
         SchedulerSettings(
             max_num_seqs=settings.max_num_seqs,

@@ -123,12 +123,16 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: Request, sink: DeltaSink) -> None:
-        """Checks and queues a request; its deltas go to `sink` from here on. Raises InvalidRequestError,
-        ContextLengthError, OverloadedError or EngineDeadError at once; then `sink` hears nothing."""
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequestError or ContextLengthError for a request that this engine can never serve."""
         request.sampling.check(self.vocab_size)
         check_token_ids("prompt", request.prompt_token_ids, self.vocab_size)
         self._scheduler.limit_of(request)
+
+    def submit(self, request: Request, sink: DeltaSink) -> None:
+        """Checks and queues a request; its deltas go to `sink` from here on. Raises what `check` raises,
+        OverloadedError or EngineDeadError at once; then `sink` hears nothing."""
+        self.check(request)
         if not request.arrival_time:
             request = replace(request, arrival_time=self._clock())
         with self._entry:
