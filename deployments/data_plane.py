@@ -1,9 +1,9 @@
 """Tokens beside Ray: one ZMQ message a step from a shard group to each gateway that waits for something.
 
 A message is msgpack: a list of `RequestDelta.to_wire()`. Every connection is CURVE: the gateway is the server and makes
-its key pair when it starts; its public key travels to the shard group in the `attach` call, and the shard group's public
-key comes back as that call's answer. So a connection proves on both sides that Ray's (authenticated) control plane
-introduced it, and no secret leaves the process that made it.
+its key pair when it starts; its public key travels to the shard group in the `attach` call, and the shard group's
+public key comes back as that call's answer. So a connection proves on both sides that Ray's (authenticated) control
+plane introduced it, and no secret leaves the process that made it.
 """
 
 from __future__ import annotations

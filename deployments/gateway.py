@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,17 +35,26 @@ logger = logging.getLogger("shoal.gateway")
 SCRIPTED = "scripted:"
 _LAST_WORDS_S = 2.0
 
+AsyncCall = Callable[[], Coroutine[Any, Any, None]]
 MirrorFactory = Callable[[str], Mirror]
 """Model name -> where its metrics are reported as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """What lives in the gateway's own process beside it."""
+
+    closers: tuple[AsyncCall, ...] = ()
+    checks: tuple[AsyncCall, ...] = ()
 
 
 class Gateway:
     """Made by `colocated` or `separate`; closed by `close`."""
 
-    def __init__(self, service: GatewayService, closers: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    def __init__(self, service: GatewayService, resident: Resident) -> None:
         self.service = service
         self.asgi: ASGIApp = create_app(service, package_version())
-        self._closers = closers
+        self._closers, self._checks = list(resident.closers), resident.checks
 
     @classmethod
     async def colocated(cls, config: AppConfig, mirror: MirrorFactory | None = None) -> Gateway:
@@ -59,7 +69,7 @@ class Gateway:
             guard.close()
 
         stages = Stages(tokenizer, guard if _has_input_rails(config) else None)
-        return await cls._connected(config, stages, group, mirror, [close])
+        return await cls._connected(config, stages, group, mirror, Resident((close,), (group.check_health,)))
 
     @classmethod
     async def separate(
@@ -72,7 +82,7 @@ class Gateway:
     ) -> Gateway:
         """Connects to stages in other processes. Their tokens come over the data plane."""
         stages = Stages(tokenizer, guard if _has_input_rails(config) else None)
-        return await cls._connected(config, stages, engine, mirror, [], remote=True)
+        return await cls._connected(config, stages, engine, mirror, None)
 
     @classmethod
     async def _connected(
@@ -81,31 +91,43 @@ class Gateway:
         stages: Stages,
         engine: EngineStage,
         mirror: MirrorFactory | None,
-        closers: list[Callable[[], Coroutine[Any, Any, None]]],
-        *,
-        remote: bool = False,
+        resident: Resident | None,
     ) -> Gateway:
+        """`resident` is None when the engine is elsewhere."""
         hub = StreamHub()
-        link = EngineLink(engine, hub, config.gateway, DeltaReceiver(hub, config.wiring) if remote else None)
+        receiver = DeltaReceiver(hub, config.wiring) if resident is None else None
+        link = EngineLink(engine, hub, config.gateway, receiver)
+        resident = resident or Resident()
         try:
             await link.connect()
             name = link.info.model_name
             metrics = Metrics(GATEWAY_METRICS)
             metrics.name_model(name, None if mirror is None else mirror(name))
             _, output_rails = load_rails(config.guard)
-            return cls(GatewayService(config.gateway, stages, link, hub, output_rails, metrics), closers)
+            return cls(GatewayService(config.gateway, stages, link, hub, output_rails, metrics), resident)
         except BaseException:
             link.close()
-            for close in closers:
+            for close in resident.closers:
                 await close()
             raise
 
-    async def close(self) -> None:
-        """Refuses new requests, lets the running ones end (the engine drains), then stops everything made here."""
+    async def check_health(self) -> None:
+        """Raises when this process must be restarted: only what lives here counts, not a stage elsewhere."""
+        for check in self._checks:
+            await check()
+
+    async def drain(self) -> None:
+        """Refuses new requests; returns when the running ones have ended, or `drain_s` is over."""
         self.service.draining = True
-        for close in self._closers:
+        await self.service.wait_until_idle(self.service.config.drain_s)
+
+    async def close(self) -> None:
+        """Drains, then stops everything made here; what still runs ends with an error. Idempotent."""
+        closers, self._closers = self._closers, []
+        await self.drain()
+        for close in closers:
             await close()
-        # The last deltas of the drained engine still have to become bytes.
+        # Errors that the stopped engine just delivered still have to become bytes.
         await self.service.wait_until_idle(_LAST_WORDS_S)
         self.service.link.close()
 

@@ -1,8 +1,8 @@
 """Every metric of Shoal, defined once: name, kind, unit, labels, buckets.
 
-The values are kept here and rendered as Prometheus text for /metrics; inside a Ray worker they are also reported through
-`ray.util.metrics`, so that the Ray dashboard and whoever scrapes Ray see them (there with the prefix `ray_`). Kept by
-ourselves because a histogram is observed once a token: a bisection and two additions, no locks held across Python calls.
+The values are kept here and rendered as Prometheus text for /metrics; inside a Ray worker they are also reported
+through `ray.util.metrics`, so that the Ray dashboard and whoever scrapes Ray see them (there with the prefix `ray_`).
+Kept by ourselves because a histogram is observed once a token: here that is a bisection and two additions.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,16 +125,14 @@ class GatewayService:
         if not body.prompt:
             return []
         add_special_tokens = body.add_special_tokens is not False
-        encoded = await self.stages.tokenizer.encode_prompts(
-            PromptsJob([body.prompt], add_special_tokens, decode=False)
-        )
+        text_job = PromptsJob([body.prompt], add_special_tokens, decode=False)
+        encoded = await self.stages.tokenizer.encode_prompts(text_job)
         return encoded.token_ids[0]
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Until no answer is under way, or the time is up."""
-        deadline = time.monotonic() + timeout_s
-        while len(self._hub) and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hub.idle.wait(), timeout_s)
 
     async def metrics_text(self) -> str:
         """The gateway's metrics and the engine's. Without the engine, the gateway's alone."""

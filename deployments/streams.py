@@ -71,10 +71,14 @@ def merge(first: RequestDelta, second: RequestDelta) -> RequestDelta:
 
 
 class StreamHub:
-    """Which stream waits for which engine request. Deltas of requests it does not know (closed, aborted) are dropped."""
+    """Which stream waits for which engine request. Deltas of requests that it does not know (closed, aborted) are
+    dropped."""
 
     def __init__(self) -> None:
         self._streams: dict[str, tuple[RequestStream, int]] = {}
+        self.idle = asyncio.Event()
+        """Set while no stream waits."""
+        self.idle.set()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -83,9 +87,12 @@ class StreamHub:
         """Deltas of `request_id` go to `stream`; its sequence i is the stream's choice `first_choice + i`."""
         assert request_id not in self._streams, request_id
         self._streams[request_id] = (stream, first_choice)
+        self.idle.clear()
 
     def remove(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
+        if not self._streams:
+            self.idle.set()
 
     def dispatch(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:

@@ -1,0 +1,151 @@
+"""The graph as a Ray Serve application: `import_path: shoal.deployments.app:build`, `args`: an AppConfig.
+
+    colocated   Gateway
+    separate    Gateway -> Tokenizer, Guard, ShardGroup      (unary handle calls; tokens come back over the data plane)
+
+Every stage keeps its name in both wirings, so that the `deployments` section of a YAML file finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ray import serve
+from starlette.types import Message, Receive, Scope, Send
+
+from shoal.configs.app import AppConfig
+from shoal.deployments.gateway import Gateway, build_shard_group, build_tokenizer
+from shoal.deployments.guard import Guard
+from shoal.deployments.logs import configure_logging
+from shoal.deployments.ray_metrics import RayMirror
+from shoal.deployments.stages import EngineStatus, RemoteStage
+
+logger = logging.getLogger("shoal.app")
+
+APP_NAME = "shoal"
+GRACE_S = 10.0
+"""On top of the drain, for the last bytes and the end of the ranks, before Serve kills a replica."""
+
+
+async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+    """What Serve calls for each request: the app of this replica's gateway, which exists only once the replica does."""
+    if scope["type"] == "lifespan":
+        await _lifespan(receive, send)
+        return
+    gateway: Gateway = serve.get_replica_context().servable_object.gateway
+    await gateway.asgi(scope, receive, send)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Nothing to do: the replica's constructor and destructor start and stop the gateway."""
+    while True:
+        message: Message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _asgi_app() -> Any:
+    return dispatch
+
+
+@serve.ingress(_asgi_app)
+class GatewayReplica:
+    """The HTTP side; colocated, also everything else."""
+
+    # Serve awaits constructors and destructors that are coroutines.
+    async def __init__(  # type: ignore[misc]
+        self, config: AppConfig, tokenizer: Any = None, guard: Any = None, shard_group: Any = None
+    ) -> None:
+        configure_logging()
+        if shard_group is None:
+            self.gateway = await Gateway.colocated(config, RayMirror)
+            return
+        stages = {"Tokenizer": tokenizer, "Guard": guard, "ShardGroup": shard_group}
+        timeout_s = config.wiring.call_timeout_s
+        remote: list[Any] = [RemoteStage(handle, name, timeout_s) for name, handle in stages.items()]
+        self.gateway = await Gateway.separate(config, *remote, RayMirror)
+
+    async def check_health(self) -> None:
+        await self.gateway.check_health()
+
+    async def drain(self) -> None:
+        """Refuses new requests; returns when the running ones have ended or their time is up."""
+        await self.gateway.drain()
+
+    async def status(self) -> EngineStatus | None:
+        return self.gateway.service.link.status
+
+    async def __del__(self) -> None:
+        if hasattr(self, "gateway"):
+            await self.gateway.close()
+
+
+class TokenizerReplica:
+    def __init__(self, config: AppConfig) -> None:
+        configure_logging()
+        self._stage = build_tokenizer(config)
+
+    async def answer(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        return await self._stage.answer(method, args)
+
+
+class GuardReplica:
+    def __init__(self, config: AppConfig) -> None:
+        configure_logging()
+        self._stage = Guard(config.guard)
+
+    async def answer(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        return await self._stage.answer(method, args)
+
+
+class ShardGroupReplica:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
+        configure_logging()
+        self._stage = await asyncio.to_thread(build_shard_group, config, RayMirror)
+
+    async def answer(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        return await self._stage.answer(method, args)
+
+    async def check_health(self) -> None:
+        await self._stage.check_health()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_stage"):
+            await self._stage.shutdown()
+
+
+def build(args: AppConfig) -> serve.Application:
+    """The application graph of a configuration. Starts nothing."""
+    shard_options = {**_engine_options(args), "name": "ShardGroup"}
+    gateway_options: dict[str, Any] = {
+        "name": "Gateway",
+        "max_ongoing_requests": args.gateway.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": args.gateway.drain_s + GRACE_S,
+    }
+    if args.wiring.mode == "colocated":
+        options = {**_engine_options(args), **gateway_options, "ray_actor_options": {"num_cpus": 1}}
+        return serve.deployment(GatewayReplica, **options).bind(args)
+    # Stage calls are short; how many wait is bounded by the stages themselves, with errors that a client can read.
+    small = {"max_ongoing_requests": args.gateway.max_ongoing_requests, "ray_actor_options": {"num_cpus": 0.25}}
+    return serve.deployment(GatewayReplica, **gateway_options, ray_actor_options={"num_cpus": 0.5}).bind(
+        args,
+        serve.deployment(TokenizerReplica, name="Tokenizer", **small).bind(args),
+        serve.deployment(GuardReplica, name="Guard", **small).bind(args),
+        serve.deployment(ShardGroupReplica, **shard_options).bind(args),
+    )
+
+
+def _engine_options(args: AppConfig) -> dict[str, Any]:
+    """Of the deployment that holds an engine. One that cannot be made (a file that is not there) will not be made at
+    the twentieth try either; one that died is looked at every two seconds."""
+    return {
+        "max_ongoing_requests": args.gateway.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": args.gateway.drain_s + GRACE_S,
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 30,
+        "max_constructor_retry_count": 2,
+        "ray_actor_options": {"num_cpus": 1},
+    }
