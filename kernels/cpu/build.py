@@ -34,11 +34,8 @@ class NativeUnavailableError(Exception):
 def build(cache: Path | None = None, extra_flags: tuple[str, ...] = ()) -> Path:
     """The path of the shared library, built if the cache does not hold it. Safe in many processes at once.
 
-    Raises NativeUnavailableError when it is switched off (SHOAL_NATIVE=0), when there is no compiler, or when the
-    compiler fails.
+    Raises NativeUnavailableError when there is no compiler or it fails.
     """
-    if os.environ.get("SHOAL_NATIVE") == "0":
-        raise NativeUnavailableError("the native unit is switched off (SHOAL_NATIVE=0)")
     compiler = find_compiler()
     directory = _private_directory(default_cache() if cache is None else cache)
     library = directory / f"shoal_cpu-{_key(compiler, extra_flags)}.so"

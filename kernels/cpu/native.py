@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,13 @@ class Native:
         self.library = library
 
 
-@functools.cache
 def load() -> Native:
-    """The process's native unit, built if need be. Raises NativeUnavailableError (each time: failures are not kept)."""
+    """The process's native unit, built if need be. Raises NativeUnavailableError, also where SHOAL_NATIVE=0 is set."""
+    if os.environ.get("SHOAL_NATIVE") == "0":
+        raise NativeUnavailableError("the native unit is switched off (SHOAL_NATIVE=0)")
+    return _load()
+
+
+@functools.cache
+def _load() -> Native:
     return Native(build())

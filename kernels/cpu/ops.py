@@ -121,8 +121,9 @@ class CpuOps(Ops):
         # In place, so a view that cannot be followed is the caller's bug, not a reason to copy.
         assert all(map(_follows_heads, (q, k))), (q.stride(), k.stride())
         assert k.shape[::2] == (tokens, dim), (k.shape, q.shape)
-        assert (positions.shape, positions.dtype, positions.stride()) == ((tokens,), torch.int64, (1,))
-        assert (cos_sin.shape[1], cos_sin.dtype, cos_sin.stride()) == (dim, torch.float32, (dim, 1))
+        assert (positions.shape, positions.dtype) == ((tokens,), torch.int64), (positions.shape, positions.dtype)
+        assert (cos_sin.shape[1], cos_sin.dtype) == (dim, torch.float32), (cos_sin.shape, cos_sin.dtype)
+        assert all(x.is_contiguous() for x in (positions, cos_sin))
         if self._checked:
             checks.check_positions(positions, cos_sin)
         self._native.rotary(
@@ -133,7 +134,8 @@ class CpuOps(Ops):
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
         k, v, page = _as_heads(k), _as_heads(v), pages.format
         assert k.shape == v.shape == (len(k), page.num_kv_heads, page.head_dim), (k.shape, v.shape, page)
-        assert (slot_mapping.shape, slot_mapping.dtype, slot_mapping.stride()) == ((len(k),), torch.int64, (1,))
+        assert (slot_mapping.shape, slot_mapping.dtype) == ((len(k),), torch.int64), slot_mapping
+        assert slot_mapping.is_contiguous()
         assert _is_packed(pages), page
         if self._checked:
             checks.check_slots(slot_mapping, pages)
@@ -222,7 +224,8 @@ def _as_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _follows_heads(x: torch.Tensor) -> bool:
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.dtype == torch.float32
+    """Whether the heads of a token lie side by side; the stride of an axis with one entry means nothing."""
+    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1) and x.dtype == torch.float32
 
 
 def _is_packed(pages: KVPages) -> bool:

@@ -62,8 +62,9 @@ def _decode(q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: flo
     visible = position < lengths
     if window is not None:
         visible &= position >= lengths - window
-    # A padded slot may hold anything, also NaN, and 0 * NaN is NaN: what is not seen must be zero.
-    values = values.masked_fill(~(position < lengths)[..., None, None], 0)
+    # A padded slot may hold anything, also NaN, which neither a mask nor a zero probability takes away.
+    padded = ~(position < lengths)[..., None, None]
+    keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
     return _attend(q.unsqueeze(1), keys, values, visible[:, None, None], scale)[:, 0]
 
 
