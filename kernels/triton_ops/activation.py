@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2
+from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2, require_dense
 
 MAX_BLOCK = 2048
 
@@ -37,7 +37,7 @@ def gated_kernel(
 
 def gated_launch(x: torch.Tensor, activation: Literal["silu", "gelu_tanh"], out: torch.Tensor) -> Launch:
     tokens, width = x.shape
-    assert x.stride(1) == 1, x.stride()
+    require_dense(x, first_axis=1)
     assert width % 2 == 0, x.shape
     size = width // 2
     block = min(MAX_BLOCK, next_power_of_2(size))

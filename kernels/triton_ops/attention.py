@@ -10,7 +10,7 @@ import torch
 from shoal.kernels.ops import AttentionMetadata
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.triton_ops import attention_kernels as kernels
-from shoal.kernels.triton_ops.launch import GpuTarget, Launch, cdiv, next_power_of_2
+from shoal.kernels.triton_ops.launch import GpuTarget, Launch, cdiv, next_power_of_2, require_dense
 
 LOG2_E = math.log2(math.e)
 
@@ -25,32 +25,34 @@ class Tiles:
     num_stages: int
 
 
-def decode_tiles(head_dim: int, group: int, itemsize: int, target: GpuTarget) -> Tiles:
-    """Memory-bound: the fewest rows that the tensor cores take, and as many bytes in flight as fit twice into an SM."""
-    block_m = max(16, next_power_of_2(group))
+PIPELINED = 3
+"""Stages: the block table's entries arrive one stage before the keys and values that they point to, those one before
+their use. That keeps a tile of K and V in flight, and each of the several programs of an SM keeps its own."""
+
+
+def decode_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
+    """Memory-bound: the fewest rows that the tensor cores take, and so little shared memory (a tile of K and of V) and
+    so few registers that four programs share an SM."""
     tile_n = 64 if head_dim * itemsize <= 256 else 32
-    return Tiles(block_m, tile_n, num_warps=4, num_stages=_stages(3, 0, tile_n, head_dim, itemsize, target, share=2))
+    num_warps = 4 if head_dim * itemsize <= 512 else 8
+    return Tiles(max(16, next_power_of_2(group)), tile_n, num_warps, PIPELINED)
 
 
-def prefill_tiles(head_dim: int, group: int, itemsize: int, target: GpuTarget) -> Tiles:
-    """Compute-bound: 128 rows, so that Hopper's wgmma and Blackwell's tcgen05 are used (they need at least 64)."""
+def prefill_tiles(head_dim: int, group: int, itemsize: int, windowed: bool, target: GpuTarget) -> Tiles:
+    """Compute-bound: as many rows and keys as fit into registers without a spill (`budgets.py`). Hopper's wgmma and
+    Blackwell's tcgen05 need at least 64 rows, and read K and V of two tiles from shared memory."""
+    least_rows = next_power_of_2(group)
+    wide = 90 <= target.capability < 120
+    small = head_dim <= 128
     if itemsize > 2:
-        # fp32 has no exact tensor-core path: plain FMA tiles, held small so that they stay in registers.
-        block_m = max(16, next_power_of_2(group))
-        return Tiles(block_m, 32, num_warps=4, num_stages=_stages(2, block_m, 32, head_dim, itemsize, target))
-    block_m = max(128, next_power_of_2(group))
-    tile_n = 128 if head_dim <= 128 and target.capability >= 90 else 64
-    stages = _stages(3, block_m, tile_n, head_dim, itemsize, target)
-    return Tiles(block_m, tile_n, num_warps=8, num_stages=stages)
-
-
-def _stages(
-    wanted: int, block_m: int, tile_n: int, head_dim: int, itemsize: int, target: GpuTarget, share: int = 1
-) -> int:
-    """As many pipeline stages as fit, K and V tiles of each, when `share` programs share an SM's shared memory."""
-    row_bytes = next_power_of_2(head_dim) * itemsize
-    room = target.shared_bytes // share - block_m * row_bytes
-    return max(1, min(wanted, room // (2 * tile_n * row_bytes)))
+        # fp32 as three tf32 products: each operand is held twice.
+        return Tiles(max(16, least_rows), 32, num_warps=8, num_stages=PIPELINED if small else 1)
+    block_m = max(128 if wide or small else 64, least_rows)
+    if wide:
+        tile_n = (64 if windowed else 128) if small else 32
+    else:
+        tile_n = 64 if small else 32
+    return Tiles(block_m, tile_n, num_warps=8, num_stages=PIPELINED)
 
 
 def max_segments(max_keys: int) -> int:
@@ -97,12 +99,12 @@ class _Step:
     def __post_init__(self) -> None:
         q, page = self.q, self.pages.format
         assert page.layout == "canonical", f"Triton attention reads canonical pages, not {page.layout}"
-        assert q.stride()[1:] == (page.head_dim, 1), f"heads of a token must be contiguous: {q.shape}, {q.stride()}"
+        assert q.shape[2] == page.head_dim, (q.shape, page)
         assert q.shape[1] % page.num_kv_heads == 0, (q.shape, page.num_kv_heads)
         assert self.scale > 0, "the kernel takes maxima before it scales"
-        inner = (page.num_kv_heads * page.head_dim, page.head_dim, 1)
-        for x in (self.pages.k, self.pages.v):
-            assert x.stride()[1:] == inner, f"a page must be dense inside: {x.shape}, {x.stride()}"
+        assert self.pages.k.stride(0) == self.pages.v.stride(0), "K and V blocks must lie at the same distances"
+        for x in (q, self.pages.k, self.pages.v):
+            require_dense(x, first_axis=1)
 
     @property
     def group(self) -> int:
@@ -112,7 +114,7 @@ class _Step:
         """One program per (sequence, KV head, segment); with more than one segment, the merge after it."""
         q, page = self.q, self.pages.format
         _, heads, dim = q.shape
-        tiles = decode_tiles(dim, self.group, q.element_size(), self.target)
+        tiles = decode_tiles(dim, self.group, q.element_size())
         max_keys = self.meta.max_seq_len
         if self.window is not None:
             # The walk starts at the tile that holds the window's first key.
@@ -151,7 +153,7 @@ class _Step:
     def prefill(self) -> Launch:
         """One program per (block of query tokens, KV head) of the sequences after the decodes."""
         q = self.q
-        tiles = prefill_tiles(q.shape[2], self.group, q.element_size(), self.target)
+        tiles = prefill_tiles(q.shape[2], self.group, q.element_size(), self.window is not None, self.target)
         block_q = tiles.block_m // self.group
         num_seqs = self.meta.seq_lens.shape[0] - self.num_decodes
         blocks = (q.shape[0] - self.num_decodes) // block_q + num_seqs
@@ -183,8 +185,7 @@ class _Step:
                 "seq_lens_ptr": meta.seq_lens,
                 "qk_scale": self.scale * LOG2_E,
                 "q_stride_token": q.stride(0),
-                "k_stride_block": pages.k.stride(0),
-                "v_stride_block": pages.v.stride(0),
+                "block_stride": pages.k.stride(0),
                 "table_stride": meta.block_tables.stride(0),
                 "first_seq": self.num_decodes,
                 "num_seqs": meta.seq_lens.shape[0],

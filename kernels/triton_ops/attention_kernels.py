@@ -65,13 +65,13 @@ def _dot(a, b, acc):
     if UPCAST_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, q_position, qk_scale,
-    k_ptr, v_ptr, table_ptr, k_stride_block, v_stride_block, slot_stride,
+    k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
     start, stop, key_lo, key_hi, window,
     HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE_N: tl.constexpr,
@@ -85,19 +85,17 @@ def _attend(
             block = tl.load(table_ptr + key // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
         else:
             block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-        offset = (key % BLOCK_SIZE) * slot_stride
-        k_tile = k_ptr + (block * k_stride_block + offset)[:, None] + dim[None, :]
-        v_tile = v_ptr + (block * v_stride_block + offset)[:, None] + dim[None, :]
+        offset = (block * block_stride + key % BLOCK_SIZE * slot_stride)[:, None] + dim[None, :]
         valid = dim[None, :] < HEAD_DIM
         if MASKED:
             valid = valid & in_range[:, None]
         # A mask that holds everywhere still costs: it is passed only where it can fail.
         if MASKED or HEAD_DIM != PADDED_DIM:
-            k = tl.load(k_tile, mask=valid, other=0.0)
-            v = tl.load(v_tile, mask=valid, other=0.0)
+            k = tl.load(k_ptr + offset, mask=valid, other=0.0)
+            v = tl.load(v_ptr + offset, mask=valid, other=0.0)
         else:
-            k = tl.load(k_tile)
-            v = tl.load(v_tile)
+            k = tl.load(k_ptr + offset)
+            v = tl.load(v_ptr + offset)
 
         scores = tl.zeros([q.shape[0], TILE_N], dtype=tl.float32)
         scores = _dot(q, tl.trans(k.to(q.dtype)), scores)
@@ -124,7 +122,7 @@ def paged_attention_kernel(
     lse_ptr,  # fp32 [num_tokens, num_heads] (natural), may be None; split: [num_decodes, num_heads, SPLITS] (base 2)
     q_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, seq_lens_ptr,
     qk_scale,  # softmax scale * log2(e)
-    q_stride_token, k_stride_block, v_stride_block, table_stride, first_seq, num_seqs, window,
+    q_stride_token, block_stride, table_stride, first_seq, num_seqs, window,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE_N: tl.constexpr,
     DECODE: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
@@ -189,21 +187,21 @@ def paged_attention_kernel(
             masked_stop = tl.minimum(masked_stop, seen_by_all)
             acc, row_max, row_sum = _attend(
                 acc, row_max, row_sum, q, q_position, qk_scale,
-                k_ptr, v_ptr, table_ptr, k_stride_block, v_stride_block, slot_stride,
+                k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
                 start, masked_stop, key_lo, key_hi, window,
                 HAS_WINDOW, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
             )  # fmt: skip
             start = masked_stop
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, q_position, qk_scale,
-            k_ptr, v_ptr, table_ptr, k_stride_block, v_stride_block, slot_stride,
+            k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
             start, seen_by_all, key_lo, key_hi, window,
             HAS_WINDOW, False, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
         )  # fmt: skip
         start = seen_by_all
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, q_position, qk_scale,
-        k_ptr, v_ptr, table_ptr, k_stride_block, v_stride_block, slot_stride,
+        k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
         start, stop, key_lo, key_hi, window,
         HAS_WINDOW, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
     )  # fmt: skip

@@ -60,7 +60,17 @@ class Launch:
     def run(self) -> None:
         if 0 in self.grid:
             return
-        self.kernel[self.grid](**self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+        self.kernel[self.grid](
+            **self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=True
+        )
+
+
+def require_dense(x: torch.Tensor, first_axis: int) -> None:
+    """The axes from `first_axis` on must be one contiguous run (the stride of an axis of size 1 says nothing)."""
+    expected = 1
+    for size, stride in reversed(list(zip(x.shape[first_axis:], x.stride()[first_axis:], strict=True))):
+        assert size == 1 or stride == expected, f"not dense from axis {first_axis}: {tuple(x.shape)}, {x.stride()}"
+        expected *= size
 
 
 def cdiv(a: int, b: int) -> int:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2
+from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2, require_dense
 
 HEAD_TILE = 2048
 """Elements of one program of `head_rms_norm_kernel`."""
@@ -62,8 +62,9 @@ def rms_norm_launch(
 ) -> Launch:
     """`total` receives x + residual (unused without a residual); `out` and `total` are dense [num_tokens, hidden]."""
     rows, size = x.shape
-    assert x.stride(1) == 1, x.stride()
-    assert residual is None or residual.stride(1) == 1, "the hidden axis must be contiguous"
+    require_dense(x, first_axis=1)
+    if residual is not None:
+        require_dense(residual, first_axis=1)
     block = next_power_of_2(size)
     return Launch(
         rms_norm_kernel,
@@ -85,7 +86,7 @@ def rms_norm_launch(
 
 def head_rms_norm_launch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> Launch:
     tokens, heads, dim = x.shape
-    assert x.stride()[1:] == (dim, 1), f"heads of a token must be contiguous: {x.shape}, {x.stride()}"
+    require_dense(x, first_axis=1)
     padded = next_power_of_2(dim)
     block_rows = max(1, HEAD_TILE // padded)
     return Launch(

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2
+from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2, require_dense
 
 HEAD_BLOCK = 16
 """Heads of one token that a program rotates: they share the token's cosines and sines."""
@@ -52,8 +52,9 @@ def rotary_launch(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     for x in (q, k):
-        assert x.stride()[1:] == (dim, 1), f"heads of a token must be contiguous: {x.shape}, {x.stride()}"
-    assert cos_sin.stride() == (dim, 1), cos_sin.stride()
+        require_dense(x, first_axis=1)
+    require_dense(cos_sin, first_axis=0)
+    assert cos_sin.shape[1] == dim, (cos_sin.shape, dim)
     head_block = min(HEAD_BLOCK, next_power_of_2(max(heads, kv_heads)))
     return Launch(
         rotary_kernel,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.page_format import KVPages
-from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2
+from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2, require_dense
 
 MAX_BLOCK = 4096
 
@@ -39,8 +39,8 @@ def store_kv_launch(k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mappi
     page = pages.format
     assert page.layout == "canonical", f"Triton stores to canonical pages, not {page.layout}"
     assert (heads, dim) == (page.num_kv_heads, page.head_dim), (page, k.shape)
-    for x in (k, v):
-        assert x.stride()[1:] == (dim, 1), f"heads of a token must be contiguous: {x.shape}, {x.stride()}"
+    for x in (k, v, pages.k, pages.v):
+        require_dense(x, first_axis=1)
     row = heads * dim
     block = min(MAX_BLOCK, next_power_of_2(row))
     return Launch(

@@ -1,0 +1,237 @@
+"""What each kernel may take of a GPU, checked by compiling it ahead of time for sm_80, sm_90 and sm_100.
+
+    python -m shoal.kernels.triton_ops.budgets [--json] [--jobs N]
+
+prints the table of what it takes and exits with 1 when a budget is exceeded. No kernel may spill. The limits of decode
+follow from four programs of 128 threads sharing an SM: 128 registers a thread, a quarter of the shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+
+import torch
+
+from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.page_format import PageFormat
+from shoal.kernels.triton_ops.activation import gated_launch
+from shoal.kernels.triton_ops.aot import Resources, compile_launch
+from shoal.kernels.triton_ops.attention import attention_launches
+from shoal.kernels.triton_ops.launch import INTERPRETED, SM80, SM90, SM100, GpuTarget, Launch
+from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch
+from shoal.kernels.triton_ops.rotary import rotary_launch
+from shoal.kernels.triton_ops.store import store_kv_launch
+
+TARGETS = (SM80, SM90, SM100)
+KIB = 1024
+MMA = ("mma.sync", "wgmma", "tcgen05")
+"""What a product of 64 rows and more must use on each target; the 16 rows of decode take mma.sync everywhere."""
+MMA_SYNC = ("mma.sync", "mma.sync", "mma.sync")
+NONE = ("-", "-", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel in one shape of a real model. Tuples are by target, in the order of `TARGETS`."""
+
+    name: str
+    build: Callable[[GpuTarget], Launch]
+    registers: int
+    shared_kib: tuple[int, int, int]
+    matrix_instruction: tuple[str, str, str] = NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case on one target: what it takes and what of it is over budget (nothing, if all is well)."""
+
+    case: str
+    target: str
+    resources: Resources
+    violations: tuple[str, ...]
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention(
+    heads: tuple[int, int],
+    head_dim: int,
+    *,
+    decode: bool = False,
+    window: int | None = None,
+    max_seq_len: int = 4096,
+    dtype: torch.dtype = torch.bfloat16,
+    index: int = 0,
+) -> Callable[[GpuTarget], Launch]:
+    """Launch `index` of an attention call over 64 sequences of one token (decode) or one of 64 tokens."""
+
+    def build(target: GpuTarget) -> Launch:
+        num_seqs = 64 if decode else 1
+        q = _empty(64, heads[0], head_dim, dtype=dtype)
+        pages = PageFormat("canonical", 16, heads[1], head_dim, dtype).allocate(1024, torch.device("meta"))
+        meta = AttentionMetadata(
+            query_start=_empty(num_seqs + 1, dtype=torch.int32),
+            seq_lens=_empty(num_seqs, dtype=torch.int32),
+            block_tables=_empty(num_seqs, max_seq_len // 16, dtype=torch.int32),
+            slot_mapping=_empty(64, dtype=torch.int64),
+            positions=_empty(64, dtype=torch.int64),
+            max_query_len=64 // num_seqs,
+            max_seq_len=max_seq_len,
+            num_decodes=num_seqs if decode else 0,
+        )
+        lse = _empty(64, heads[0], dtype=torch.float32)
+        return attention_launches(q, pages, meta, head_dim**-0.5, window, torch.empty_like(q), lse, target)[index]
+
+    return build
+
+
+def _store(_: GpuTarget) -> Launch:
+    pages = PageFormat("canonical", 16, 8, 128, torch.bfloat16).allocate(1024, torch.device("meta"))
+    return store_kv_launch(_empty(64, 8, 128), _empty(64, 8, 128), pages, _empty(64, dtype=torch.int64))
+
+
+def _rms_norm(_: GpuTarget) -> Launch:
+    x = _empty(64, 4096)
+    return rms_norm_launch(x, _empty(4096, dtype=torch.float32), 1e-5, x, torch.empty_like(x), torch.empty_like(x))
+
+
+def _head_rms_norm(_: GpuTarget) -> Launch:
+    x = _empty(64, 32, 128)
+    return head_rms_norm_launch(x, _empty(128, dtype=torch.float32), 1e-6, torch.empty_like(x))
+
+
+def _rotary(_: GpuTarget) -> Launch:
+    cos_sin = _empty(8192, 128, dtype=torch.float32)
+    return rotary_launch(_empty(64, 32, 128), _empty(64, 8, 128), _empty(64, dtype=torch.int64), cos_sin)
+
+
+def _silu(_: GpuTarget) -> Launch:
+    return gated_launch(_empty(64, 2 * 14336), "silu", _empty(64, 14336))
+
+
+def _gelu(_: GpuTarget) -> Launch:
+    return gated_launch(_empty(64, 2 * 14336), "gelu_tanh", _empty(64, 14336))
+
+
+DECODE_REGISTERS = 128
+DECODE_SHARED = (40, 56, 56)
+CASES = (
+    Case("prefill attention, 9/3 heads of 64", _attention((9, 3), 64), 255, (33, 82, 82), MMA),
+    Case("prefill attention, 32/8 heads of 128", _attention((32, 8), 128), 255, (65, 162, 162), MMA),
+    Case("prefill attention, 32/8 heads of 128, window", _attention((32, 8), 128, window=1024), 255, (65, 97, 97), MMA),
+    Case("prefill attention, 4/1 heads of 256, window", _attention((4, 1), 256, window=512), 255, (69, 129, 129), MMA),
+    Case(
+        "prefill attention, 32/8 heads of 128, fp32",
+        _attention((32, 8), 128, dtype=torch.float32),
+        255,
+        (53, 53, 53),
+        MMA_SYNC,
+    ),
+    Case(
+        "decode attention, 9/3 heads of 64",
+        _attention((9, 3), 64, decode=True, max_seq_len=256),
+        DECODE_REGISTERS,
+        DECODE_SHARED,
+        MMA_SYNC,
+    ),
+    Case(
+        "decode attention, 32/8 heads of 128, split",
+        _attention((32, 8), 128, decode=True),
+        DECODE_REGISTERS,
+        DECODE_SHARED,
+        MMA_SYNC,
+    ),
+    Case(
+        "decode attention, 4/1 heads of 256, window, split",
+        _attention((4, 1), 256, decode=True, window=512),
+        DECODE_REGISTERS,
+        (42, 56, 56),  # three programs on sm_80
+        MMA_SYNC,
+    ),
+    Case("merge of a split decode, heads of 128", _attention((32, 8), 128, decode=True, index=1), 64, (0, 0, 0)),
+    Case("store_kv, 8 heads of 128", _store, 64, (0, 0, 0)),
+    Case("rms_norm of 4096 with residual", _rms_norm, 64, (1, 1, 1)),
+    Case("head_rms_norm, 32 heads of 128", _head_rms_norm, 64, (1, 1, 1)),
+    Case("rotary, 32/8 heads of 128", _rotary, 64, (0, 0, 0)),
+    Case("silu_and_mul of 14336", _silu, 64, (0, 0, 0)),
+    Case("gelu_tanh_and_mul of 14336", _gelu, 64, (0, 0, 0)),
+)
+
+
+def measure(case: Case, position: int) -> Row:
+    """Compiles a case for the target at `position` of `TARGETS` and holds it against its budget."""
+    target = TARGETS[position]
+    taken = compile_launch(case.build(target), target)
+    violations = []
+    if taken.registers > case.registers:
+        violations.append(f"{taken.registers} registers, allowed {case.registers}")
+    if taken.stack_bytes:
+        violations.append(f"{taken.stack_bytes} bytes spilled")
+    allowed = min(case.shared_kib[position] * KIB, target.shared_bytes)
+    if taken.shared_bytes > allowed:
+        violations.append(f"{taken.shared_bytes} bytes of shared memory, allowed {allowed}")
+    if taken.matrix_instruction != case.matrix_instruction[position]:
+        violations.append(f"uses {taken.matrix_instruction}, not {case.matrix_instruction[position]}")
+    if case.matrix_instruction != NONE and not taken.async_copies:
+        violations.append("keys and values are not copied asynchronously")
+    return Row(case.name, f"sm_{target.capability}", taken, tuple(violations))
+
+
+def measure_all(jobs: int) -> list[Row]:
+    """Every case on every target, `jobs` compilations at once, each in a process because the compiler holds the GIL.
+    Forked, as nothing but this thread runs yet: the workers need not import torch again."""
+    pairs = [(case, position) for case in range(len(CASES)) for position in range(len(TARGETS))]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        return list(pool.map(_measure_index, pairs))
+
+
+def _measure_index(pair: tuple[int, int]) -> Row:
+    # Cases hold closures, which cannot be sent to another process; their index can.
+    return measure(CASES[pair[0]], pair[1])
+
+
+def render(rows: list[Row]) -> str:
+    """A Markdown table: registers of a thread, shared memory of a block and tensor-core instruction by target."""
+    names = list(dict.fromkeys(row.case for row in rows))
+    targets = list(dict.fromkeys(row.target for row in rows))
+    cells = {(row.case, row.target): row for row in rows}
+    lines = ["| kernel | " + " | ".join(targets) + " |", "|---" * (len(targets) + 1) + "|"]
+    for name in names:
+        lines.append(f"| {name} | " + " | ".join(_cell(cells[name, target]) for target in targets) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: Row) -> str:
+    taken = row.resources
+    parts = [f"{taken.registers} regs", f"{taken.stack_bytes} B spilled", f"{taken.shared_bytes / KIB:.1f} KiB"]
+    if taken.matrix_instruction != "-":
+        parts.append(taken.matrix_instruction)
+    return ", ".join(parts) + (" **over budget**" if row.violations else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shoal.kernels.triton_ops.budgets", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    parser.add_argument("--jobs", type=int, default=2, help="compilations at once (default 2)")
+    options = parser.parse_args(arguments)
+    if INTERPRETED:
+        print("Nothing can be compiled in Triton's interpreter: unset TRITON_INTERPRET.", file=sys.stderr)
+        return 2
+    rows = measure_all(options.jobs)
+    print(json.dumps([asdict(row) for row in rows], indent=1) if options.json else render(rows))
+    for row in rows:
+        for violation in row.violations:
+            print(f"{row.case} on {row.target}: {violation}", file=sys.stderr)
+    return 1 if any(row.violations for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
