@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,23 +172,18 @@ class FakeExecutor(Executor):
         self.break_at: int | None = None
         """Step id at which the whole step fails."""
         self._gate = threading.Semaphore(0) if hold else None
-        self._thread: Any = None
-        from concurrent.futures import ThreadPoolExecutor
-
         self._pool = ThreadPoolExecutor(1)
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         return self._pool.submit(self._step, plan)
 
     def release(self, steps: int = 1) -> None:
-        assert self._gate is not None
-        for _ in range(steps):
-            self._gate.release()
+        if self._gate is not None:
+            self._gate.release(steps)
 
     def close(self) -> None:
         self.closed = True
-        if self._gate is not None:
-            self._gate.release(1000)
+        self.release(1000)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _step(self, plan: StepPlan) -> StepOutput:
