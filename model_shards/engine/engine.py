@@ -191,8 +191,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._take_commands()
+            while self._take_commands():
                 plan = self._scheduler.schedule()
                 if plan is not None:
                     self._execute(plan)
@@ -202,13 +201,14 @@ class Engine:
         except Exception as error:
             self._die(error)
 
-    def _take_commands(self) -> None:
-        """Applies what came in; sleeps until something comes when there is nothing else to do."""
+    def _take_commands(self) -> bool:
+        """Applies what came in; sleeps until something comes when there is nothing else to do. False: stop."""
         if not (self._steps or self._updates or self._scheduler.has_work()):
             self._inbox.get()()
             self.last_step_time = self._clock()
         while not self._inbox.empty():
             self._inbox.get()()
+        return not self._stopping
 
     def _execute(self, plan: StepPlan) -> None:
         now = self._clock()

@@ -1,0 +1,69 @@
+"""Every gap in the settings is filled once, from the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shoal.configs.errors import ConfigError
+from shoal.configs.resolve import Machine, resolve_engine
+from shoal.configs.schema import EngineConfig
+
+GIB = 1 << 30
+LAPTOP = Machine(num_gpus=0, available_ram=10 * GIB)
+GPU_BOX = Machine(num_gpus=2, available_ram=100 * GIB, free_gpu_memory=80 * GIB)
+
+
+def test_a_laptop() -> None:
+    settings = resolve_engine(EngineConfig(model="m"), LAPTOP)
+    assert (settings.device, settings.dtype, settings.kv_dtype) == ("cpu", "float32", "float32")
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (64, 512)
+    assert settings.memory_budget == 4 * GIB
+
+
+def test_a_gpu() -> None:
+    settings = resolve_engine(EngineConfig(model="m", tensor_parallel_size=2), GPU_BOX)
+    assert (settings.device, settings.dtype, settings.kv_dtype) == ("cuda", "bfloat16", "bfloat16")
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (256, 8192)
+    assert settings.memory_budget == 72 * GIB
+
+
+def test_what_is_written_is_kept() -> None:
+    config = EngineConfig(
+        model="m", device="cpu", dtype="bfloat16", kv_dtype="float32", max_num_seqs=600, memory_budget=GIB
+    )
+    settings = resolve_engine(config, GPU_BOX)
+    assert (settings.device, settings.dtype, settings.kv_dtype) == ("cpu", "bfloat16", "float32")
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (600, 600)
+    assert settings.memory_budget == GIB
+
+
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    assert resolve_engine(EngineConfig(model="m", pipeline_parallel_size=2), LAPTOP).memory_budget == 2 * GIB
+
+
+def test_a_kv_size_alone_needs_no_budget() -> None:
+    assert resolve_engine(EngineConfig(model="m", kv_cache_memory=GIB), LAPTOP).memory_budget is None
+    both = EngineConfig(model="m", kv_cache_memory=GIB, memory_fraction=0.5)
+    assert resolve_engine(both, LAPTOP).memory_budget == 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("config", "param", "message"),
+    [
+        (EngineConfig(model="m", device="cuda"), "device", "1 ranks need a GPU each, but 0 are visible"),
+        (EngineConfig(model="m", max_num_batched_tokens=8), "max_num_batched_tokens", "max_num_seqs=64"),
+        (EngineConfig(model="m", memory_budget=20 * GIB), "memory_budget", "20 GiB, but only 10 GiB"),
+    ],
+)
+def test_contradictions_are_refused(config: EngineConfig, param: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_engine(config, LAPTOP)
+    assert caught.value.param == param
+
+
+def test_it_is_frozen() -> None:
+    settings = resolve_engine(EngineConfig(model="m"), LAPTOP)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.max_num_seqs = 1  # type: ignore[misc]
