@@ -26,7 +26,7 @@ class LocalExecutor(Executor):
         try:
             self._runner = self._thread.submit(_make_runner, settings).result()
         except BaseException:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.shutdown(wait=True)
             raise
         self.vocab_size = self._runner.config.vocab_size
 

@@ -24,7 +24,9 @@ from shoal.model_shards.executor.base import Executor
 from shoal.model_shards.executor.channel import Channel, pack
 from shoal.model_shards.executor.wire import output_from_wire
 from shoal.model_shards.parallel.context import MeshPosition
+from shoal.model_shards.runner.loading import check_mesh
 from shoal.model_shards.runner.settings import RunnerSettings
+from shoal.model_shards.weights.open import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +56,16 @@ class MultiprocessExecutor(Executor):
     """
 
     def __init__(self, settings: RunnerSettings, *, step_timeout_s: float = 300.0) -> None:
+        config = open_checkpoint(settings.model).config
+        check_mesh(config, settings.tensor_parallel_size, settings.pipeline_parallel_size)
+        self.vocab_size = config.vocab_size
         self._step_timeout_s = step_timeout_s
         self._lock = threading.Lock()
         self._in_flight: deque[tuple[int, Future[StepOutput]]] = deque()
         self._head_since = 0.0
         self._failure: ShoalError | None = None
         self._closing = False
-        self._ready: Future[int] = Future()
+        self._ready: Future[None] = Future()
         self._waiting_for_ready = settings.world_size
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-ranks-"))
         self._ranks: list[_Rank] = []
@@ -70,7 +75,7 @@ class MultiprocessExecutor(Executor):
                 self._ranks.append(self._start_rank(settings, rank))
             self._monitor.start()
             logger.info("waiting for %d rank processes to load %s", settings.world_size, settings.model.name)
-            self.vocab_size = self._ready.result(_START_TIMEOUT_S)
+            self._ready.result(_START_TIMEOUT_S)
         except TimeoutError as error:
             self.close()
             raise EngineDeadError(f"The ranks were not ready within {_START_TIMEOUT_S:g} s.") from error
@@ -184,7 +189,7 @@ class MultiprocessExecutor(Executor):
             elif kind == "ready":
                 self._waiting_for_ready -= 1
                 if self._waiting_for_ready == 0:
-                    self._ready.set_result(body[0])
+                    self._ready.set_result(None)
             elif kind == "failed":
                 rank.failure = (body[0], body[1])
         return True

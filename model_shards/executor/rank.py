@@ -74,7 +74,7 @@ def _serve(channel: Channel, inbox: Inbox) -> None:
         torch.cuda.set_device(device)
     context = ParallelContext.connect(position, rendezvous, device, timeout_s)
     runner = ModelRunner(settings, context)
-    channel.send("ready", runner.config.vocab_size)
+    channel.send("ready")
     while True:
         kind, *body = inbox.get()
         if kind == "stop":

@@ -8,16 +8,25 @@ import time
 import torch
 
 from shoal.kernels.registry import select_ops
+from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.decoder import Decoder, checkpoint_names
 from shoal.model_shards.models.registry import model_factory
 from shoal.model_shards.models.stage import cut_stages
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.parallel.loader import WeightLoader
+from shoal.model_shards.parallel.split import HeadSplit, split_evenly
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.weights.checkpoint import CheckpointReader
 from shoal.model_shards.weights.open import open_checkpoint
 
 logger = logging.getLogger(__name__)
+
+
+def check_mesh(config: ModelConfig, tp_size: int, pp_size: int) -> None:
+    """Raises ConfigError, with the numbers, when the model cannot be shared out over so many ranks."""
+    cut_stages(config, pp_size)
+    HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
+    split_evenly("intermediate_size", config.intermediate_size, tp_size, 0)
 
 
 def load_stage(settings: RunnerSettings, context: ParallelContext, device: torch.device) -> Decoder:
@@ -30,6 +39,7 @@ def load_stage(settings: RunnerSettings, context: ParallelContext, device: torch
     position = context.position
     checkpoint = open_checkpoint(settings.model)
     config = checkpoint.config
+    check_mesh(config, position.tp_size, position.pp_size)
     stages = cut_stages(config, position.pp_size)
     stage = stages[position.pp_rank]
     ops = select_ops(device, settings.dtype, backend=settings.backend)
