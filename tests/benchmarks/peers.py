@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -86,6 +87,8 @@ def main() -> None:
         sys.exit(f"no engine {', '.join(unknown)}; there are {', '.join(starts)}")
     limits = roofline.measure([94 << 20, 256 << 20, 512 << 20], args.threads)
     print(f"limits of this machine: {json.dumps(limits.to_json())}", flush=True)
+    # A terminated comparison must not leave servers behind: the `finally` below runs for an exit, not for a signal.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     servers: list[Server] = []
     contestants = [given_server(text) for text in args.server]
     logs = Path(tempfile.mkdtemp(prefix="peers-"))
