@@ -12,6 +12,7 @@ from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.sampling.processors import apply_edits, edits_logits
 from shoal.model_shards.sampling.state import SamplerState, TokenCounts
 from shoal.model_shards.sampling.vocab_rows import VocabRows
+
 from .reference import edited
 
 VOCAB = 24
@@ -68,7 +69,9 @@ def test_all_together_on_several_rows(cases: list[tuple[SamplingParams, list[int
 
 
 def test_rows_that_ask_for_nothing_are_not_touched() -> None:
-    state = SamplerState(SamplingParams(temperature=0.5, top_k=3, min_tokens=2, stop_token_ids=(3,)), 0, 0, [1, 4, 5], 1)
+    state = SamplerState(
+        SamplingParams(temperature=0.5, top_k=3, min_tokens=2, stop_token_ids=(3,)), 0, 0, [1, 4, 5], 1
+    )
     assert not edits_logits(state, EOS)
 
 
