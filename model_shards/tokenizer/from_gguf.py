@@ -82,7 +82,7 @@ def parts_from_gguf(path: Path) -> TokenizerParts:
         token_bytes=table,
         special_token_ids=special,
         bos_token_id=vocab.bos,
-        eos_token_ids=end_token_ids(file.metadata),
+        eos_token_ids=end_token_ids(file.metadata, str(path)),
         strips_leading_space=vocab.model == "llama" and vocab.add_space_prefix,
         special_texts=_special_texts(vocab),
         chat_templates={} if vocab.chat_template is None else {"default": vocab.chat_template},

@@ -19,14 +19,19 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-BYTE_OF = _byte_alphabet()
+_ALPHABET = _byte_alphabet()
+# For str.translate: each character of the alphabet to the Latin-1 character of its byte, any other Latin-1 character to
+# one that Latin-1 cannot encode. Three times faster than a dict look-up per character, of which there are millions.
+_TO_LATIN_1 = {code: "\uffff" for code in range(0x80, 0x100)} | {
+    ord(character): chr(byte) for character, byte in _ALPHABET.items()
+}
 
 
 def byte_level_bytes(token: str) -> bytes:
     """A token of a byte-level vocabulary. One that is not written in the byte alphabet is literal text."""
     try:
-        return bytes([BYTE_OF[character] for character in token])
-    except KeyError:
+        return token.translate(_TO_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode("utf-8")
 
 

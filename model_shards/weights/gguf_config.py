@@ -31,7 +31,7 @@ _GEMMA_27B_LAYERS = 62
 def parse_gguf_config(file: GGUFFile) -> ModelConfig:
     """Raises ModelLoadError naming the key that is missing, malformed or not supported."""
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _FAMILIES:
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise ModelLoadError(
             f"{file.path} holds a model of architecture {architecture!r}, which is not supported. "
             f"Supported: {', '.join(sorted(_FAMILIES))} (Mistral files say llama)."
@@ -78,7 +78,7 @@ class _Parser:
             mlp_bias=self.has_bias("ffn_up"),
             qk_norm="attn_q_norm" in LAYER_NAMES[self.architecture],
             bos_token_id=bos_token_id(self.file.metadata),
-            eos_token_ids=end_token_ids(self.file.metadata),
+            eos_token_ids=end_token_ids(self.file.metadata, str(self.file.path)),
             **(self.gemma(hidden, heads, layers) if self.architecture == "gemma3" else {}),
         )
         self.refuse_unknown()

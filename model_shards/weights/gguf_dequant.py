@@ -9,6 +9,7 @@ apart, so that the halves of a byte row are runs of consecutive elements.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -105,15 +106,21 @@ def _decode_q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(_half(blocks, 0))
 
 
-def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, m] -> its bits, lowest first, each as 0 or 16 (the fifth bit of a 5-bit number): uint8 [n, 8 m]."""
-    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return (bits << 4).flatten(1)
+@lru_cache(maxsize=1)
+def _fifth_bit_table() -> torch.Tensor:
+    """int64 [256]: for each byte its 8 bits, lowest first, as 8 bytes of 0 or 16 (the fifth bit of a 5-bit number)."""
+    bits = torch.arange(256, dtype=torch.uint8).unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)
+    return ((bits & 1) << 4).view(torch.int64).flatten()
+
+
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, m] -> its bits, lowest first, each as 0 or 16: uint8 [n, 8 m]."""
+    return _fifth_bit_table()[packed.int()].view(torch.uint8)
 
 
 def _decode_q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     """| d fp16 | 4 bytes: fifth bits | 16 bytes |: (5-bit number - 16) * d, ordered as Q4_0."""
-    fifth = _bits(blocks[:, 2:6])
+    fifth = _fifth_bits(blocks[:, 2:6])
     nibbles = blocks[:, 6:]
     out[:, :16].copy_((nibbles & 15) | fifth[:, :16])
     out[:, 16:].copy_((nibbles >> 4) | fifth[:, 16:])
@@ -122,7 +129,7 @@ def _decode_q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 def _decode_q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     """| d fp16 | m fp16 | 4 bytes: fifth bits | 16 bytes |: 5-bit number * d + m, ordered as Q4_0."""
-    fifth = _bits(blocks[:, 4:8])
+    fifth = _fifth_bits(blocks[:, 4:8])
     nibbles = blocks[:, 8:]
     out[:, :16].copy_((nibbles & 15) | fifth[:, :16])
     out[:, 16:].copy_((nibbles >> 4) | fifth[:, 16:])

@@ -91,16 +91,16 @@ def read_vocab(metadata: Mapping[str, Any], where: str) -> GGUFVocab:
 
 def bos_token_id(metadata: Mapping[str, Any]) -> int | None:
     value = metadata.get("tokenizer.ggml.bos_token_id")
-    return value if isinstance(value, int) else None
+    return value if type(value) is int else None
 
 
-def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+def end_token_ids(metadata: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """Ids that end a generation, the file's own end-of-sequence token first: what the metadata name, and control tokens
     whose text is a known end-of-turn or end-of-document mark."""
     named = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    ids = [value for value in named if isinstance(value, int)]
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    types = metadata.get("tokenizer.ggml.token_type") or []
+    ids = [value for value in named if type(value) is int]
+    tokens = _items(metadata, "tokens", str, where)
+    types = _items(metadata, "token_type", int, where)
     for token_id, (text, kind) in enumerate(zip(tokens, types, strict=False)):
         if kind == TokenType.CONTROL and text in _END_TEXTS:
             ids.append(token_id)
@@ -121,6 +121,6 @@ def _token_id(metadata: Mapping[str, Any], name: str, num_tokens: int, where: st
     value = metadata.get(key)
     if value is None:
         return None
-    if not isinstance(value, int) or not 0 <= value < num_tokens:
+    if type(value) is not int or not 0 <= value < num_tokens:
         raise ModelLoadError(f"{where}: {key} is {value!r}, outside the vocabulary of {num_tokens} tokens.")
     return value

