@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shoal.model_shards.sampling.state import FloatArray, IdArray
-from shoal.model_shards.sampling.vocab_rows import VocabRows
+from shoal.model_shards.sampling.vocab_rows import FloatArray, IdArray, VocabRows
 
 _LOWEST = np.finfo(np.float32).min
 

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.model_shards.sampling.candidates import Heads, heads
-from shoal.model_shards.sampling.state import IdArray
-from shoal.model_shards.sampling.vocab_rows import VocabRows
+from shoal.model_shards.sampling.vocab_rows import IdArray, VocabRows
 
 DoubleArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.model_shards.sampling.state import FloatArray, IdArray, SamplerState
-from shoal.model_shards.sampling.vocab_rows import VocabRows
+from shoal.model_shards.sampling.state import SamplerState
+from shoal.model_shards.sampling.vocab_rows import FloatArray, IdArray, VocabRows
 
 
 def edits_logits(state: SamplerState, eos_token_ids: Sequence[int]) -> bool:

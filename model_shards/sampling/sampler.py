@@ -10,14 +10,13 @@ import torch
 
 from shoal.model_shards.engine.plan import TokenLogprobs
 from shoal.model_shards.sampling.draw import FAILED, Draws, draw
-from shoal.model_shards.sampling.logprobs import prompt_logprobs, token_logprobs
+from shoal.model_shards.sampling.logprobs import BAD_LOGITS, prompt_logprobs, token_logprobs
 from shoal.model_shards.sampling.processors import apply_edits, edits_logits
 from shoal.model_shards.sampling.state import SamplerState
-from shoal.model_shards.sampling.vocab_rows import VocabRows
+from shoal.model_shards.sampling.vocab_rows import VocabRows, vocab_rows
 
 __all__ = ["SampleResult", "Sampler", "SamplerState", "prompt_logprobs"]
 
-BAD_LOGITS = "the model produced NaN or infinite logits"
 ALL_MASKED = "the request's constraints (bad_words, allowed_token_ids, min_tokens) leave no token to choose"
 
 
@@ -44,7 +43,7 @@ class Sampler:
         The token of a row depends on its logits and its state only; on the CPU to the last bit.
         """
         assert logits.shape[0] == len(states), "one row of logits a state"
-        rows = VocabRows(logits)
+        rows = vocab_rows(logits)
         asked = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = rows.select(np.array(asked)) if asked else None
         edited = [row for row, state in enumerate(states) if edits_logits(state, self._eos_token_ids)]
@@ -93,8 +92,10 @@ def _add_logprobs(result: SampleResult, raw: VocabRows, asked: list[int], states
     good = [i for i, row in enumerate(asked) if row not in result.errors]
     if not good:
         return
+    if len(good) < len(asked):
+        raw = raw.select(np.array(good))
     chosen = [asked[i] for i in good]
     counts = [states[row].params.logprobs or 0 for row in chosen]
-    entries = token_logprobs(raw.select(np.array(good)), [result.token_ids[row] for row in chosen], counts)
+    entries = token_logprobs(raw, [result.token_ids[row] for row in chosen], counts)
     for row, entry in zip(chosen, entries, strict=True):
         result.logprobs[row] = entry

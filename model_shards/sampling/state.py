@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.sampling.philox import uniforms
+from shoal.model_shards.sampling.vocab_rows import FloatArray, IdArray
 
-IdArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
 _UNIFORMS_AHEAD = 64
 
 

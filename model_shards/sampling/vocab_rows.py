@@ -1,18 +1,18 @@
 """Rows over the vocabulary, and the few whole-row operations that sampling is made of.
 
-A row of `vocab` values is seen as a matrix of `num_columns` columns: column j holds the ids j, j + num_columns,
-j + 2 * num_columns, ... One sequential pass gives the maximum or the sum of every column; what follows then looks at a
-few columns only:
+A row of `vocab` values is seen as a matrix of `count` columns: column j holds the ids j, j + count, j + 2 * count, ...
+One sequential pass gives the maximum or the sum of every column; what follows then looks at a few columns only:
 
     top k       the k-th largest column maximum bounds the k-th largest value from below, so the columns whose maximum
                 reaches it hold all of the top k
     draw        by inverse CDF: first a column by the column sums, then a value inside that column
 
-Whole rows stay where they lie; what crosses to the host is small.
+Whole rows stay where they lie; what comes to the host, as numpy arrays, is small.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,103 +37,83 @@ class Columns:
         count = -(-vocab // min(_COLUMN_LENGTH, vocab))
         return cls(vocab, -(-vocab // count), count)
 
+    @property
+    def last_line(self) -> int:
+        """The first id of the last line."""
+        return (self.length - 1) * self.count
+
     def ids(self, columns: IdArray) -> IdArray:
         """[len(columns), length] ids; those >= vocab are the missing places of short columns."""
         return columns[:, None] + self.count * np.arange(self.length)
 
 
-class VocabRows:
-    """fp32 values [n, vocab] on the host. Edits happen in place. Every result of a row depends on that row alone, to
-    the last bit: each is reduced by itself, in an order fixed by `vocab`."""
+class VocabRows(ABC):
+    """fp32 values [n, vocab]; edits happen in place. `rows` arguments are ascending row numbers without repetition.
 
-    def __init__(self, values: torch.Tensor) -> None:
-        assert values.dtype == torch.float32
-        assert values.ndim == 2
-        self._tensor = values.detach().cpu().contiguous()
-        self._values: FloatArray = self._tensor.numpy()
-        self.columns = Columns.of(values.shape[1])
+    Every result of a row depends on that row alone, to the last bit: an implementation reduces each row in an order
+    that is fixed by `vocab`, whatever other rows it works on at the same time.
+    """
 
-    def __len__(self) -> int:
-        return len(self._values)
+    columns: Columns
 
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
     def argmax(self, rows: IdArray) -> tuple[IdArray, FloatArray]:
-        """(ids, values) of the largest, the lowest id among equals; of the first NaN where there is one."""
-        if len(rows) == len(self):
-            ids = self._values.argmax(axis=1)
-        else:
-            ids = np.array([self._values[row].argmax() for row in rows], dtype=np.int64)
-        return ids, self._values[rows, ids]
+        """(ids, values) of the largest, the lowest id among equals; the value is NaN where the row has one."""
 
+    @abstractmethod
     def take(self, rows: IdArray, ids: IdArray) -> FloatArray:
-        """values[rows[i], ids[i]]"""
-        taken: FloatArray = self._values[rows, ids]
-        return taken
+        """values[rows[i], ids[i]]; rows may repeat."""
 
+    @abstractmethod
     def put(self, rows: IdArray, ids: IdArray, values: FloatArray | float) -> None:
-        self._values[rows, ids] = values
+        """values[rows[i], ids[i]] = values[i]; rows may repeat."""
 
+    @abstractmethod
     def keep_only(self, row: int, ids: IdArray) -> None:
         """Everything else in the row becomes -inf."""
-        kept = self._values[row, ids]
-        self._values[row] = -np.inf
-        self._values[row, ids] = kept
 
+    @abstractmethod
     def select(self, rows: IdArray) -> VocabRows:
         """A copy of these rows."""
-        return VocabRows(torch.from_numpy(self._values[rows]))
 
+    @abstractmethod
     def softmax(self, rows: IdArray, temperatures: FloatArray) -> VocabRows:
-        """softmax(values / temperature) of these rows. NaN where a row has NaN, +inf or nothing finite.
+        """softmax(values / temperature) of these rows. NaN where a row has NaN, +inf or nothing finite."""
 
-        (torch runs the rows in parallel, each on one core; it has no cheaper way to divide than one more pass, and
-        numpy's needs no second parallel region.)
-        """
-        if len(rows) == len(self) and (temperatures == 1.0).all():
-            scaled = self._tensor
-        else:
-            scaled = torch.from_numpy(self._values[rows])
-            np.divide(scaled.numpy(), temperatures[:, None], out=scaled.numpy())
-        return VocabRows(torch.softmax(scaled, dim=1))
-
+    @abstractmethod
     def column_max(self, rows: IdArray) -> FloatArray:
         """[len(rows), columns.count]; NaN where the column has one."""
-        return self._reduce(np.maximum, rows)
 
+    @abstractmethod
     def column_sum(self, rows: IdArray) -> FloatArray:
         """[len(rows), columns.count]"""
-        return self._reduce(np.add, rows)
 
+    @abstractmethod
     def column_values(self, rows: IdArray, columns: IdArray, missing: float) -> FloatArray:
-        """[len(rows), columns.length]: column columns[i] of row rows[i], `missing` in places beyond the vocabulary."""
-        ids = self.columns.ids(columns)
-        values: FloatArray = self._values[rows[:, None], np.minimum(ids, self.columns.vocab - 1)]
-        values[ids >= self.columns.vocab] = missing
-        return values
+        """[len(rows), columns.length]: column columns[i] of row rows[i] (rows may repeat), `missing` in places beyond
+        the vocabulary."""
 
+    @abstractmethod
     def above(self, row: int, threshold: float) -> tuple[IdArray, FloatArray]:
         """(ids ascending, values) of the row's values >= threshold, by a pass over all of it."""
-        ids = np.flatnonzero(self._values[row] >= threshold)
-        return ids, self._values[row, ids]
 
+    @abstractmethod
     def kth_largest(self, row: int, k: int) -> float:
-        return float(np.partition(self._values[row], -k)[-k])
+        """k = 1 for the largest."""
 
-    def rank(self, row: int, token_id: int) -> int:
-        """1 for the largest; among equals the lower id comes first."""
-        values = self._values[row]
-        value = values[token_id]
-        return 1 + int(np.count_nonzero(values > value)) + int(np.count_nonzero(values[:token_id] == value))
+    @abstractmethod
+    def ranks(self, rows: IdArray, ids: IdArray) -> list[int]:
+        """1 where values[rows[i], ids[i]] is the row's largest; among equals the lower id comes first."""
 
-    def _reduce(self, operation: np.ufunc, rows: IdArray) -> FloatArray:
-        cut = self.columns
-        full = (cut.length - 1) * cut.count
-        rest = cut.vocab - full
-        result = np.empty((len(rows), cut.count), dtype=np.float32)
-        for out, row in zip(result, rows, strict=True):
-            values = self._values[row]
-            if full:
-                operation.reduce(values[:full].reshape(-1, cut.count), axis=0, out=out)
-                operation(out[:rest], values[full:], out=out[:rest])
-            else:
-                out[:] = values
-        return result
+
+def vocab_rows(values: torch.Tensor) -> VocabRows:
+    """The rows of a fp32 tensor [n, vocab] on any device. Shares its memory where it is contiguous."""
+    from shoal.model_shards.sampling.device_rows import DeviceRows
+    from shoal.model_shards.sampling.host_rows import HostRows
+
+    assert values.dtype == torch.float32, f"logits must be fp32, not {values.dtype}"
+    assert values.ndim == 2
+    return HostRows(values) if values.device.type == "cpu" else DeviceRows(values)

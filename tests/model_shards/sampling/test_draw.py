@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.model_shards.sampling.candidates import heads
 from shoal.model_shards.sampling.draw import FAILED, Draws, draw, invert_cdf
 from shoal.model_shards.sampling.params import SamplingParams
-from shoal.model_shards.sampling.vocab_rows import VocabRows
+from shoal.model_shards.sampling.vocab_rows import vocab_rows
 
 from .reference import distribution, margin
 
@@ -42,7 +42,7 @@ def draws_of(params: list[SamplingParams], uniforms: np.ndarray) -> Draws:
 @given(kind=st.sampled_from(list(VALUES)), seed=st.integers(0, 99), vocab=VOCABULARIES, at_least=st.integers(1, 1200))
 def test_a_head_is_the_beginning_of_the_total_order(kind: str, seed: int, vocab: int, at_least: int) -> None:
     values = rows_of(kind, seed, (3, vocab))
-    rows = VocabRows(torch.from_numpy(values))
+    rows = vocab_rows(torch.from_numpy(values))
     index = np.array([0, 2])
     head = heads(rows, index, rows.column_max(index), at_least)
     for place, row in enumerate(index):
@@ -59,7 +59,7 @@ def test_a_head_is_the_beginning_of_the_total_order(kind: str, seed: int, vocab:
 @given(vocab=st.integers(1, 2000), seed=st.integers(0, 9))
 def test_columns_cover_every_id_once(vocab: int, seed: int) -> None:
     values = np.random.default_rng(seed).normal(0, 1, (2, vocab)).astype(np.float32)
-    rows = VocabRows(torch.from_numpy(values))
+    rows = vocab_rows(torch.from_numpy(values))
     ids = rows.columns.ids(np.arange(rows.columns.count))
     assert sorted(ids[ids < vocab]) == list(range(vocab))
     padded = np.full((2, *ids.shape), np.nan, dtype=np.float32)
@@ -93,7 +93,7 @@ def test_a_filtered_draw_is_the_inverse_cdf_of_the_reference(
     running = np.cumsum(list(shares.values()))
     assume(np.abs(running - uniform).min() > 1e-9)
     expected = list(shares)[int(np.searchsorted(running, uniform, side="right"))]
-    rows = VocabRows(torch.from_numpy(values))
+    rows = vocab_rows(torch.from_numpy(values))
     assert draw(rows, draws_of([params], np.array([[uniform, 0.5]]))).tolist() == [expected]
 
 
@@ -103,7 +103,7 @@ def test_a_plain_draw_splits_the_unit_square_by_the_probabilities(kind: str, see
     values = rows_of(kind, seed, (1, vocab))
     grid = 40
     uniforms = (np.stack(np.meshgrid(np.arange(grid), np.arange(grid)), axis=-1).reshape(-1, 2) + 0.5) / grid
-    rows = VocabRows(torch.from_numpy(np.repeat(values, grid * grid, axis=0)))
+    rows = vocab_rows(torch.from_numpy(np.repeat(values, grid * grid, axis=0)))
     drawn = draw(rows, draws_of([SamplingParams()] * grid * grid, uniforms))
     shares = distribution(values[0].tolist(), SamplingParams())
     frequency = np.bincount(drawn, minlength=vocab) / grid**2
@@ -125,7 +125,7 @@ def test_inverting_never_gives_an_index_without_weight(weights: list[float], uni
 def test_a_row_without_a_distribution_fails_and_its_neighbours_do_not(params: SamplingParams, bad: float) -> None:
     values = rows_of("distinct", 0, (3, 200))
     uniforms = np.full((3, 2), 0.4)
-    good = draw(VocabRows(torch.from_numpy(values.copy())), draws_of([params] * 3, uniforms))
+    good = draw(vocab_rows(torch.from_numpy(values.copy())), draws_of([params] * 3, uniforms))
     values[1, 77] = bad
-    drawn = draw(VocabRows(torch.from_numpy(values)), draws_of([params] * 3, uniforms))
+    drawn = draw(vocab_rows(torch.from_numpy(values)), draws_of([params] * 3, uniforms))
     assert drawn.tolist() == [good[0], FAILED, good[2]]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.sampling.processors import apply_edits, edits_logits
 from shoal.model_shards.sampling.state import SamplerState, TokenCounts
-from shoal.model_shards.sampling.vocab_rows import VocabRows
+from shoal.model_shards.sampling.vocab_rows import vocab_rows
 
 from .reference import edited
 
@@ -35,7 +35,7 @@ def run(logits: np.ndarray, states: list[SamplerState]) -> np.ndarray:
     values = torch.from_numpy(logits.copy())
     index = [row for row, state in enumerate(states) if edits_logits(state, EOS)]
     if index:
-        apply_edits(VocabRows(values), index, states, EOS)
+        apply_edits(vocab_rows(values), index, states, EOS)
     return values.numpy()
 
 
