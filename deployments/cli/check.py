@@ -46,9 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     if Path(args.what).suffix.lower() in (".yaml", ".yml"):
-        from shoal.deployments.config_check import check_file
-
-        engines = check_file(Path(args.what))
+        engines = _engines_of(Path(args.what))
     else:
         from shoal.configs.schema import parse_engine_config
 
@@ -59,6 +57,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n\n".join(_text(name, finding) for name, finding in findings.items()))
     return 0
+
+
+def _engines_of(path: Path) -> dict[str, EngineConfig]:
+    """Application name -> engine. Raises ConfigError for a setting out of place, and for rails that cannot be used."""
+    from shoal.deployments.config_check import check_document, read_yaml
+    from shoal.guardrails.pipeline import load_rails
+
+    configs = check_document(read_yaml(path))
+    for config in configs.values():
+        load_rails(config.guard)
+    return {name: config.engine for name, config in configs.items()}
 
 
 def explain_engine(config: EngineConfig) -> dict[str, Any]:
