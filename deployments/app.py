@@ -63,10 +63,17 @@ class GatewayReplica:
         if shard_group is None:
             self.gateway = await Gateway.colocated(config, RayMirror)
             return
-        stages = {"Tokenizer": tokenizer, "Guard": guard, "ShardGroup": shard_group}
-        timeout_s = config.wiring.call_timeout_s
-        remote: list[Any] = [RemoteStage(handle, name, timeout_s) for name, handle in stages.items()]
-        self.gateway = await Gateway.separate(config, *remote, RayMirror)
+
+        def stage(handle: Any, name: str) -> Any:
+            return RemoteStage(handle, name, config.wiring.call_timeout_s)
+
+        self.gateway = await Gateway.separate(
+            config,
+            stage(tokenizer, "Tokenizer"),
+            stage(guard, "Guard"),
+            stage(shard_group, "ShardGroup"),
+            mirror=RayMirror,
+        )
 
     async def check_health(self) -> None:
         await self.gateway.check_health()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from shoal.configs.errors import InvalidRequestError
 from shoal.deployments.protocol.fields import (
@@ -15,6 +15,10 @@ from shoal.deployments.protocol.fields import (
 
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the key that holds it."""
+
+_RESERVED_TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "template", "tokenize"}
+)
 
 
 class ChatMessage(ApiModel):
@@ -83,10 +87,6 @@ class ChatCompletionRequest(GenerationFields):
     echo: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    reserved_template_names: ClassVar[frozenset[str]] = frozenset(
-        {"messages", "tools", "add_generation_prompt", "continue_final_message", "template", "tokenize"}
-    )
-
     @property
     def token_limit(self) -> int | None:
         """`max_completion_tokens` is the current field, `max_tokens` its deprecated name: the former wins."""
@@ -122,10 +122,7 @@ class ChatCompletionRequest(GenerationFields):
             if self.messages[-1].role != "assistant":
                 message = "continue_final_message needs a last message of role assistant."
                 raise InvalidRequestError(message, param="continue_final_message")
-        reserved = self.reserved_template_names & (self.chat_template_kwargs or {}).keys()
-        if reserved:
-            message = f"chat_template_kwargs must not set {sorted(reserved)[0]}."
-            raise InvalidRequestError(message, param="chat_template_kwargs")
+        check_template_kwargs(self.chat_template_kwargs)
 
     def _check_tools(self) -> None:
         """Tools are shown to the model by its template; calls are not parsed out of the text yet, so a request that
@@ -134,6 +131,14 @@ class ChatCompletionRequest(GenerationFields):
             return
         message = "A tool_choice that forces a call is not supported by this server yet; use auto or none."
         raise InvalidRequestError(message, param="tool_choice", code="unsupported_parameter")
+
+
+def check_template_kwargs(kwargs: dict[str, Any] | None) -> None:
+    """Variables of the template that have request fields of their own must be set there."""
+    reserved = _RESERVED_TEMPLATE_NAMES & (kwargs or {}).keys()
+    if reserved:
+        message = f"chat_template_kwargs must not set {sorted(reserved)[0]}."
+        raise InvalidRequestError(message, param="chat_template_kwargs")
 
 
 def _tool_call(call: dict[str, Any], position: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.configs.errors import InvalidRequestError
-from shoal.deployments.protocol.chat import ChatMessage
+from shoal.deployments.protocol.chat import ChatMessage, check_template_kwargs
 from shoal.deployments.protocol.fields import ApiModel
 
 
@@ -27,6 +27,7 @@ class TokenizeRequest(ApiModel):
             raise InvalidRequestError("Give exactly one of prompt and messages.", param="prompt")
         if self.messages is not None and not self.messages:
             raise InvalidRequestError("messages must hold at least one message.", param="messages")
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 class DetokenizeRequest(ApiModel):

@@ -1,0 +1,272 @@
+"""A Ray cluster of one machine for `shoal serve` and the tests: started, used and wholly stopped by this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.configs.errors import ConfigError
+
+Ingress = Literal["direct", "proxy", "haproxy"]
+
+logger = logging.getLogger("shoal.local_cluster")
+
+_OBJECT_STORE_BYTES = 80_000_000
+"""Nothing large goes through Ray here; this is about the least that Ray takes."""
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ingress: Ingress = "direct"
+    """Who listens on host:port. `direct`: the gateway's replica (Serve's direct ingress; cheapest, one replica).
+    `proxy`: Serve's Python proxy. `haproxy`: Serve's HAProxy mode, the production ingress; it also opens a statistics
+    and a metrics port on all interfaces."""
+    dashboard: bool = False
+    num_cpus: int = 2
+    """Logical ones, which the stages share out (deployments/app.py); not a limit on threads."""
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError unless a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            message = f"Cannot listen on {host} port {port}: {reason}. Choose another with --port or --host."
+            raise ConfigError(message, param="port") from None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LocalCluster:
+    """Ray and Serve on this machine. `stop` leaves no process and no file behind; call it however `start` ended."""
+
+    def __init__(self, options: ClusterOptions) -> None:
+        self._options = options
+        self._directory: Path | None = None
+        self._environment: dict[str, str | None] = {}
+        self._descendants: set[tuple[int, str]] = set()
+        self.dashboard_url: str | None = None
+
+    @property
+    def token_path(self) -> Path:
+        assert self._directory is not None
+        return self._directory / "auth_token"
+
+    def prepare(self) -> None:
+        """Sets what Ray reads from the environment when it is imported; before anyone imports it."""
+        if self._directory is None:
+            # Short, because Ray puts UNIX sockets below it and their paths have a limit of about 100 characters.
+            self._directory = Path(tempfile.mkdtemp(prefix="shoal-"))
+            self._set_environment(self._directory)
+
+    def start(self) -> None:
+        """Starts Ray. Takes about five seconds."""
+        self.prepare()
+        assert self._directory is not None
+        import ray
+
+        options = self._options
+        context = ray.init(
+            address="local",
+            num_cpus=options.num_cpus,
+            num_gpus=None,
+            include_dashboard=options.dashboard,
+            dashboard_host="127.0.0.1",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(self._directory / "ray"),
+        )
+        if options.dashboard:
+            self.dashboard_url = f"http://{context.dashboard_url}"
+        self._note_descendants()
+
+    def start_serve(self) -> None:
+        """Starts Serve's controller and ingress."""
+        from ray import serve
+
+        options = self._options
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        # With direct ingress Serve still starts its proxy; it gets a port that nobody is told of.
+        port = free_port() if options.ingress == "direct" else options.port
+        serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port})
+        self._note_descendants()
+
+    def run(self, application: Any, name: str) -> Any:
+        """Deploys and waits until every replica is made; returns the ingress handle. Raises ConfigError with what a
+        replica's constructor said, when it failed."""
+        from ray import serve
+
+        try:
+            handle = serve.run(application, name=name, route_prefix="/")
+        except RuntimeError as error:
+            raise ConfigError(_deployment_failure(name) or str(error)) from None
+        finally:
+            self._note_descendants()
+        return handle
+
+    def stop(self) -> None:
+        """Stops whatever `start` and `run` have started, by force where it does not go."""
+        try:
+            self._stop_ray()
+        finally:
+            self._end_descendants()
+            for name, value in self._environment.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = None
+
+    def _stop_ray(self) -> None:
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        from ray import serve
+
+        self._note_descendants()
+        # Ray prints on standard output that its controller, which is being stopped, has stopped.
+        with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.suppress(Exception):
+                # Whatever Serve cannot stop in an orderly way, the end of Ray stops.
+                serve.shutdown()
+            ray.shutdown()
+
+    def _set_environment(self, directory: Path) -> None:
+        self.token_path.touch(mode=0o600)
+        self.token_path.write_text(secrets.token_hex(32))
+        settings = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token_path),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # Ray would set it to the (logical) CPUs of an actor, and torch would compute on one thread.
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            **_ingress_environment(self._options, directory / "haproxy"),
+        }
+        for name, value in settings.items():
+            self._environment[name] = os.environ.get(name)
+            os.environ[name] = value
+
+    def _note_descendants(self) -> None:
+        self._descendants |= set(descendants(os.getpid()))
+
+    def _end_descendants(self) -> None:
+        """The last resort, process by process: a process is known by its id and its start time, so that an id which
+        the system has given to someone else meanwhile is left alone."""
+        for sign, patience_s in ((None, 3.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, _STOP_S)):
+            alive = [process for process in self._descendants if _start_time(process[0]) == process[1]]
+            if not alive:
+                return
+            if sign is not None:
+                logger.warning("%d processes did not end by themselves; sending %s", len(alive), sign.name)
+                for pid, _ in alive:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, sign)
+            _wait_until_gone(alive, patience_s)
+
+
+def _ingress_environment(options: ClusterOptions, directory: Path) -> dict[str, str]:
+    # Serve reads these at import, in this process and in every actor.
+    if options.ingress == "direct":
+        return {
+            "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+            "RAY_SERVE_ENABLE_HA_PROXY": "0",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(options.port),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(options.port + 1),
+            # A replica that is restarted takes the same port; no load balancer has to be waited for.
+            "RAY_SERVE_PORT_QUARANTINE_S": "0",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        }
+    if options.ingress == "haproxy":
+        return {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+            # Serve's defaults are fixed places, where two clusters of one machine meet.
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(directory / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        }
+    return {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", "RAY_SERVE_ENABLE_HA_PROXY": "0"}
+
+
+def _deployment_failure(name: str) -> str | None:
+    """The last line of what a replica's constructor raised; Serve reports the whole traceback."""
+    from ray import serve
+
+    application = serve.status().applications.get(name)
+    if application is None:
+        return None
+    for deployment, status in application.deployments.items():
+        lines = [line.strip() for line in status.message.splitlines() if line.strip()]
+        if status.status not in ("HEALTHY", "UPDATING") and lines:
+            return f"{deployment} could not be started: {lines[-1]}"
+    return None
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """(id, start time) of every process below `pid`."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields:
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    waiting = list(children.get(pid, ()))
+    while waiting:
+        child = waiting.pop()
+        started = _start_time(child)
+        if started is not None:
+            yield child, started
+        waiting += children.get(child, ())
+
+
+def _start_time(pid: int) -> str | None:
+    """In clock ticks after boot; None when the process is gone (or only waits to be collected)."""
+    fields = _stat(pid)
+    return None if not fields or fields[0] == "Z" else fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name, which may hold anything; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _wait_until_gone(processes: list[tuple[int, str]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(_start_time(pid) == started for pid, started in processes):
+        time.sleep(0.05)
