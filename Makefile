@@ -15,6 +15,9 @@ PIP_ARGS    ?=
 TORCH       ?= torch==2.13.0
 VENV        ?= .venv
 
+# Through the environment, so that quotes in a question are only characters.
+export MODEL ASK
+
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 FOLDERS := configs kernels kvcache model_shards guardrails deployments
@@ -36,7 +39,7 @@ help:
 
 .PHONY: serve
 serve: $(VENV)/.serve
-	@$(BIN)/shoal serve '$(MODEL)' --port $(PORT) --ask '$(ASK)' $(SERVE_ARGS)
+	@$(BIN)/shoal serve "$$MODEL" --port $(PORT) --ask "$$ASK" $(SERVE_ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.serve

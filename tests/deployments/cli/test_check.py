@@ -61,6 +61,63 @@ def test_a_corrupt_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.real_model
+def test_the_deployment_file_in_the_tree_is_right(
+    smollm2: ModelSource, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(repository / "configs" / "smollm2-local.yaml")]) == 0
+    assert "shoal: served as 'smollm2-135m'" in capsys.readouterr().out
+
+
+def test_an_option_at_the_wrong_level_is_refused_with_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Serve would ignore it and run with the default."""
+    path = tmp_path / "app.yaml"
+    path.write_text(
+        """
+applications:
+  - name: shoal
+    route_prefix: /
+    import_path: shoal.deployments.app:build
+    args: {engine: {model: smollm2-135m}}
+    deployments:
+      - name: Gateway
+        autoscaling_config:
+          {max_ongoing_requests: 10, target_ongoing_requests: 5, min_replicas: 1, max_replicas: 2}
+"""
+    )
+    assert main(["check", str(path)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "applications[0].deployments[0].autoscaling_config.max_ongoing_requests" in error
+
+
+def test_a_bad_rule_in_the_deny_list_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = tmp_path / "deny.txt"
+    rules.write_text("fine\n(broken\n")
+    path = tmp_path / "app.yaml"
+    path.write_text(
+        f"""
+applications:
+  - name: shoal
+    import_path: shoal.deployments.app:build
+    args: {{engine: {{model: smollm2-135m}}, guard: {{deny_list: {rules}}}}}
+"""
+    )
+    assert main(["check", str(path)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "deny.txt" in error
+    assert "2" in error
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{unclosed: ", "applications: []"])
+def test_a_file_that_deploys_nothing_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "app.yaml"
+    path.write_text(text)
+    assert main(["check", str(path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.real_model
 def test_a_script_is_read_and_encoded(smollm2: ModelSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "client-tests.json"
     path.write_text(json.dumps({"tokenizer": "smollm2-135m", "default": {"pieces": ["ok"]}}))
