@@ -21,7 +21,7 @@ FAILED = -1
 """In place of a token id: the row has no distribution (NaN, infinity, or every token masked)."""
 _FIRST_HEAD = 64
 _HEAD_GROWTH = 8
-_CHUNK_VALUES = 1 << 21
+_CHUNK_VALUES = 1 << 20
 """Whole-row work runs over so many values at a time: temporaries of a few MB stay near the cores."""
 
 

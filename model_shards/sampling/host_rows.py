@@ -55,7 +55,9 @@ class HostRows(VocabRows):
 
     def column_values(self, rows: IdArray, columns: IdArray, missing: float) -> FloatArray:
         ids = self.columns.ids(columns)
-        values: FloatArray = self._values[rows[:, None], np.minimum(ids, self.columns.vocab - 1)]
+        # One flat index is read twice as fast as a pair; what lies beyond the row is replaced below.
+        places = ids + self.columns.vocab * rows[:, None]
+        values = self._values.reshape(-1).take(places, mode="clip")
         values[ids >= self.columns.vocab] = missing
         return values
 

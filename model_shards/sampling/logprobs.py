@@ -14,7 +14,7 @@ from shoal.model_shards.sampling.vocab_rows import IdArray, VocabRows, vocab_row
 BAD_LOGITS = "the model produced NaN or infinite logits"
 LOWEST_LOGPROB = -9999.0
 """Stands for -inf, which JSON cannot say (OpenAI's convention)."""
-_CHUNK_VALUES = 1 << 21
+_CHUNK_VALUES = 1 << 20
 
 
 def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -21,7 +21,7 @@ import torch
 
 IdArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
-_COLUMN_LENGTH = 64
+_COLUMN_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.kvcache.prefix import PrefixChain, block_hash, root_hash
@@ -60,6 +60,7 @@ def test_only_full_blocks_have_a_digest() -> None:
         PrefixChain(root_hash(b"", ""), 4).hash_at(0, [1, 2, 3])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 8), st.data())
 def test_extending_step_by_step_or_branching_equals_hashing_at_once(
     tokens: list[int], block_size: int, data: st.DataObject

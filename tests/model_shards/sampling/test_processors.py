@@ -49,13 +49,14 @@ def check(cases: list[tuple[SamplingParams, list[int], list[int]]], seed: int) -
 
 
 @pytest.mark.parametrize("name", FIELDS)
+@settings(deadline=None)
 @given(data=st.data(), prompt=LISTS, output=LISTS, seed=st.integers(0, 1000))
 def test_each_alone(name: str, data: st.DataObject, prompt: list[int], output: list[int], seed: int) -> None:
     params = SamplingParams(max_tokens=None, **{name: data.draw(FIELDS[name])})
     check([(params, prompt, output)], seed)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     cases=st.lists(
         st.tuples(st.fixed_dictionaries({}, optional=FIELDS).map(lambda f: SamplingParams(**f)), LISTS, LISTS),
@@ -94,6 +95,7 @@ def test_ends_are_masked_until_min_tokens_even_when_the_engine_ignores_eos() -> 
     assert state.masked_ids(EOS) == []
 
 
+@settings(deadline=None)
 @given(prompt=st.lists(st.integers(0, 400)), output=st.lists(st.integers(0, 400), max_size=300))
 def test_counts_kept_token_by_token_equal_counts_made_at_once(prompt: list[int], output: list[int]) -> None:
     counts = TokenCounts(prompt, [])

@@ -26,7 +26,7 @@ KINDS = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(vocab=st.integers(1, 400), seed=st.integers(0, 99), ties=st.booleans(), data=st.data())
 def test_every_operation_gives_the_same(vocab: int, seed: int, ties: bool, data: st.DataObject) -> None:
     generator = np.random.default_rng(seed)
