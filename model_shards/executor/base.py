@@ -14,6 +14,8 @@ class Executor(ABC):
 
     vocab_size: int
     """Width of the logits."""
+    failure: BaseException | None = None
+    """Why the ranks have stopped, as soon as it is known, also while no step runs; None while they are well."""
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> Future[StepOutput]:

@@ -20,7 +20,6 @@ class LocalExecutor(Executor):
 
     def __init__(self, settings: RunnerSettings) -> None:
         assert settings.world_size == 1, "several ranks need MultiprocessExecutor"
-        self._failure: BaseException | None = None
         self._closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-compute")
         try:
@@ -42,12 +41,12 @@ class LocalExecutor(Executor):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _step(self, plan: StepPlan) -> StepOutput:
-        if self._failure is not None:
-            raise EngineDeadError(f"An earlier step failed: {self._failure}") from self._failure
+        if self.failure is not None:
+            raise EngineDeadError(f"An earlier step failed: {self.failure}") from self.failure
         try:
             return self._runner.execute(plan)
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             raise
 
 

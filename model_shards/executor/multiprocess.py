@@ -63,7 +63,6 @@ class MultiprocessExecutor(Executor):
         self._lock = threading.Lock()
         self._in_flight: deque[tuple[int, Future[StepOutput]]] = deque()
         self._head_since = 0.0
-        self._failure: ShoalError | None = None
         self._closing = False
         self._ready: Future[None] = Future()
         self._waiting_for_ready = settings.world_size
@@ -88,8 +87,8 @@ class MultiprocessExecutor(Executor):
         future.set_running_or_notify_cancel()
         data = pack("plan", plan.to_wire())
         with self._lock:
-            if self._failure is not None or self._closing:
-                future.set_exception(self._failure or EngineDeadError("The executor is closed."))
+            if self.failure is not None or self._closing:
+                future.set_exception(self.failure or EngineDeadError("The executor is closed."))
                 return future
             if not self._in_flight:
                 self._head_since = time.monotonic()
@@ -170,7 +169,7 @@ class MultiprocessExecutor(Executor):
                 for key, _ in selector.select(timeout=0.25):
                     if not self._read(key.data):
                         selector.unregister(key.fileobj)
-                        if self._failure is None and not self._closing:
+                        if self.failure is None and not self._closing:
                             self._end_all(selector)
                 self._check_deadline()
 
@@ -237,7 +236,7 @@ class MultiprocessExecutor(Executor):
 
     def _fail_all(self, error: ShoalError) -> None:
         with self._lock:
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             failed, self._in_flight = self._in_flight, deque()
         if not self._ready.done():
             self._ready.set_exception(error)

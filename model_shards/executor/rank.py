@@ -87,16 +87,15 @@ def _serve(channel: Channel, inbox: Inbox) -> None:
 
 def _read(channel: Channel, inbox: Inbox, parent: int) -> None:
     """Forwards messages; ends the process when the parent does, even in the middle of a step."""
-    while True:
-        readable, _, _ = select.select([channel], [], [], _PARENT_CHECK_S)
-        if os.getppid() != parent:  # another process may still hold a forked copy of the parent's end
-            os._exit(1)
-        if readable:
-            try:
-                for message in channel.receive():
-                    inbox.put(message)
-            except EOFError:
-                os._exit(1)
+    try:
+        while os.getppid() == parent:  # asked too, since another process may hold a forked copy of the parent's end
+            readable, _, _ = select.select([channel], [], [], _PARENT_CHECK_S)
+            for message in channel.receive() if readable else ():
+                inbox.put(message)
+    except EOFError:
+        pass  # the usual way of learning that the parent is gone
+    finally:
+        os._exit(1)
 
 
 if __name__ == "__main__":

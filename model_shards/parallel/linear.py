@@ -69,7 +69,7 @@ class QKVLinear:
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [n, hidden] -> q [n, num_heads, head_dim], k and v [n, num_kv_heads, head_dim], views of one tensor."""
         heads = self.ops.linear(x, self.weight).view(x.shape[0], -1, self.head_dim)
-        q, k, v = torch.split(heads, self._sizes, dim=1)
+        q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
         return q, k, v
 
 

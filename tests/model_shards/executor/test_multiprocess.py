@@ -126,6 +126,7 @@ def test_a_killed_rank_fails_every_future_and_ends_the_others(
     plans = plays.prefill_plans({1: PROMPTS[1]})
     lengths = {1: len(PROMPTS[1]) + 1}
     executor.submit(plans[0]).result(60)
+    assert executor.failure is None
     os.kill(pids[1], signal.SIGKILL)
     futures = [executor.submit(plays.decode_plan(lengths)) for _ in range(3)]
     began = time.monotonic()
@@ -136,6 +137,7 @@ def test_a_killed_rank_fails_every_future_and_ends_the_others(
     wait_until_gone(pids, 5.0)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         executor.submit(StepPlan(99)).result(1)
+    assert "SIGKILL" in str(executor.failure)
     executor.close()
 
 

@@ -102,7 +102,7 @@ def test_greedy_tokens_of_twenty_prompts_are_those_of_transformers(
     smollm2: ModelSource, oracle: Any, driver: ModuleType
 ) -> None:
     """A continuation is greedy when each of its tokens is the oracle's first choice after those before it."""
-    from shoal.model_shards.tokenizer.load import load_tokenizer
+    from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(smollm2)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
