@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -21,7 +23,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shoal.configs.errors import InvalidRequestError
-from shoal.model_shards.tokenizer.messages import normalize_messages
+from shoal.model_shards.tokenizer.messages import ToolCallForm, normalize_messages
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ def render(
             param="continue_final_message",
         )
     compiled = _compile(template)
-    plain = normalize_messages(messages, arguments_as_text=_wants_argument_text(template))
+    plain = normalize_messages(messages, tool_call_form(template))
     if continue_final_message:
         _mark_final_message(plain)
     context = {
@@ -179,25 +181,35 @@ def _cut_at_mark(text: str) -> str:
     return kept if text.startswith(_CUT, at) else kept.rstrip()
 
 
-_PROBE = "shoal_probe"
+_PROBE = re.compile(r'"shoal_probe": ?"x"')
+_FORMS = tuple(
+    ToolCallForm(arguments_as_text=as_text, null_content=null) for null in (False, True) for as_text in (False, True)
+)
 
 
 @lru_cache(maxsize=32)
-def _wants_argument_text(template: str) -> bool:
-    """Whether the template wants the arguments of a tool call as JSON text, not as an object.
+def tool_call_form(template: str) -> ToolCallForm:
+    """The form in which this template writes out a tool call, found by trying.
 
-    Clients send text. Most templates want the object (they write `arguments | tojson`); some join the text to their
-    own, and given an object would fail or print Python's notation. So: try once with an object and look.
+    Clients send arguments as JSON text and often null content. Most templates want the object (they write
+    `arguments | tojson`); some join the text to their own, and given an object fail or print Python's notation; some
+    write the calls only where content is null, and drop them silently otherwise. The first form whose output holds the
+    arguments as JSON is taken; templates that know no tool calls get the first form.
     """
-    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {_PROBE: "x"}}}
-    messages = [
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "t"},
-    ]
-    context = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": False}
-    try:
-        text = _run(_compile(template), context)
-    except InvalidRequestError as error:
-        return isinstance(error.__cause__, TypeError)
-    return f"'{_PROBE}'" in text
+    parameters = {"type": "object", "properties": {"shoal_probe": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": '{"shoal_probe": "x"}'}}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for form in _FORMS:
+        context = {
+            "bos_token": "",
+            "eos_token": "",
+            "messages": normalize_messages(messages, form),
+            "tools": [tool],
+            "documents": None,
+            "add_generation_prompt": False,
+        }
+        with suppress(InvalidRequestError):
+            if _PROBE.search(_run(_compile(template), context)):
+                return form
+    return _FORMS[0]

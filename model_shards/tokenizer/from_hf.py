@@ -101,7 +101,8 @@ def _end_ids(directory: Path, eos: int | None) -> tuple[int, ...]:
 
 
 def _set_post_processor(backend: tokenizers.Tokenizer, config: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """`add_bos_token` / `add_eos_token`, where the config has them, decide; else `tokenizer.json` does."""
+    """`add_bos_token` / `add_eos_token`, where the config has them, decide, as in transformers 4 (5 ignores them beside
+    a `tokenizer.json`, which nearly always says the same); else `tokenizer.json` does."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     template, used = ["$A"], {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.configs.errors import InvalidRequestError
@@ -12,22 +13,32 @@ PART_JOINER = "\n"
 """Between the text parts of a message whose content is a list."""
 
 
-def normalize_messages(messages: Sequence[Mapping[str, Any]], *, arguments_as_text: bool) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class ToolCallForm:
+    """How a template wants an assistant's message with tool calls (see `chat_template.tool_call_form`)."""
+
+    arguments_as_text: bool
+    """The arguments as JSON text, not as an object."""
+    null_content: bool
+    """Content null, not the empty string, when there is no text beside the calls."""
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]], form: ToolCallForm) -> list[dict[str, Any]]:
     """Fresh copies, so that neither the template nor a later step changes the caller's messages:
 
     - `content` given as a list of text parts becomes one string, the parts joined by PART_JOINER;
     - fields that are null are left out, as transformers does (templates test whether a field is there);
-    - the arguments of tool calls, JSON text in OpenAI's form, become objects unless `arguments_as_text`.
+    - messages with tool calls are brought into `form`; arguments that are not a JSON object stay as they are.
 
     Raises InvalidRequestError(param="messages") for no messages, a message that is not an object with a role, and
     content parts other than text.
     """
     if not messages:
         raise InvalidRequestError("messages must hold at least one message.", param="messages")
-    return [_message(message, index, arguments_as_text) for index, message in enumerate(messages)]
+    return [_message(message, index, form) for index, message in enumerate(messages)]
 
 
-def _message(message: Mapping[str, Any], index: int, arguments_as_text: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], index: int, form: ToolCallForm) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"messages[{index}] must be an object with a role.", param="messages")
     plain = {key: value for key, value in message.items() if value is not None}
@@ -38,8 +49,12 @@ def _message(message: Mapping[str, Any], index: int, arguments_as_text: bool) ->
         raise InvalidRequestError(
             f"messages[{index}].content must be a string or a list of text parts.", param="messages"
         )
-    if "tool_calls" in plain:
-        plain["tool_calls"] = [_tool_call(call, index, arguments_as_text) for call in _list(plain["tool_calls"], index)]
+    calls = plain.get("tool_calls", [])
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequestError(f"messages[{index}].tool_calls must be a list.", param="messages")
+    if calls:
+        plain["tool_calls"] = [_tool_call(call, index, form) for call in calls]
+        plain["content"] = plain.get("content") or (None if form.null_content else "")
     return plain
 
 
@@ -56,22 +71,16 @@ def _part_text(part: Any, index: int) -> str:
     return text
 
 
-def _list(value: Any, index: int) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"messages[{index}].tool_calls must be a list.", param="messages")
-    return list(value)
-
-
-def _tool_call(call: Any, index: int, arguments_as_text: bool) -> dict[str, Any]:
+def _tool_call(call: Any, index: int, form: ToolCallForm) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(
             f"messages[{index}].tool_calls must hold objects with a function that has a name.", param="messages"
         )
     arguments = function.get("arguments")
-    if arguments_as_text and isinstance(arguments, Mapping):
+    if form.arguments_as_text and isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not arguments_as_text and isinstance(arguments, str):
+    elif not form.arguments_as_text and isinstance(arguments, str):
         arguments = _as_object(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
