@@ -1,14 +1,47 @@
-"""The bound on what waits: decided on the caller's thread, before any work is spent on a request."""
+"""What is let in: decided on the caller's thread, before any work is spent on a request."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
 
-from shoal.configs.errors import EngineDeadError, InvalidRequestError, OverloadedError, ShoalError
+from shoal.configs.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    ShoalError,
+)
 from shoal.model_shards.engine.request import Request
 
 _LONGEST_RETRY_S = 60.0
+
+
+def output_limit(request: Request, max_model_len: int, num_blocks: int, block_size: int) -> int:
+    """Most output tokens a request may get: max_tokens, or what context and KV memory allow.
+
+    Raises ContextLengthError (longer than the model's context) or InvalidRequestError (empty prompt; more KV memory
+    than there is) for one that could never run, so that nothing in the queue can block it for ever.
+    """
+    prompt, wanted = len(request.prompt_token_ids), request.sampling.max_tokens
+    if prompt == 0:
+        raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
+    at_least = 1 if wanted is None else wanted
+    if prompt + at_least > max_model_len:
+        raise ContextLengthError(
+            f"This model's context is {max_model_len} tokens, but {prompt + at_least} were asked for "
+            f"({prompt} in the prompt, {at_least} to generate). Shorten the prompt or lower max_tokens.",
+            param="prompt" if prompt + 1 > max_model_len else "max_tokens",
+        )
+    # The last token is never computed, so it needs no slot.
+    capacity = num_blocks * block_size
+    if prompt + at_least - 1 > capacity:
+        raise InvalidRequestError(
+            f"The request needs KV memory for {prompt + at_least - 1} tokens, but the pool holds {capacity} "
+            f"({num_blocks} blocks of {block_size}). Lower max_tokens or shorten the prompt.",
+            param="max_tokens",
+        )
+    return min(max_model_len, capacity + 1) - prompt if wanted is None else wanted
 
 
 @dataclass(frozen=True, slots=True)

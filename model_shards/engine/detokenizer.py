@@ -38,12 +38,13 @@ class StopMatcher:
         self._stops = [stop for stop in stops if stop]
         self._failure = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
+        self._first_characters = frozenset(stop[0] for stop in self._stops)
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[int, str] | None:
         """Takes more text. Returns (offset in `text` just after the match, stop string) or None. Not `armed`: complete
         matches do not count (the sequence is not allowed to end yet)."""
-        if not self._stops:
-            return None
+        if not any(self._matched) and self._first_characters.isdisjoint(text):
+            return None  # nothing is begun, and nothing begins here
         for offset, character in enumerate(text):
             found = self._step(character)
             if armed and found is not None:

@@ -144,7 +144,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request within a step; its sink gets a last delta (`finish_reason` abort) for each open sequence.
         Unknown and finished ids are ignored."""
-        self._inbox.put(partial(self._abort, request_id))
+        if self._thread.is_alive():
+            self._inbox.put(partial(self._abort, request_id))
 
     def shutdown(self, drain_s: float = 0.0) -> None:
         """Refuses new requests, lets the old ones run for at most `drain_s` seconds, ends the rest with an error delta

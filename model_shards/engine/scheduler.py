@@ -20,8 +20,8 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
-from shoal.configs.errors import ContextLengthError, InvalidRequestError
 from shoal.kvcache.manager import KVCacheManager
+from shoal.model_shards.engine.admission import output_limit
 from shoal.model_shards.engine.budget import StepBudget
 from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan
 from shoal.model_shards.engine.policy import Policy, WaitingQueue
@@ -99,27 +99,9 @@ class Scheduler:
     # What others ask ------------------------------------------------------------------------------------------------
 
     def limit_of(self, request: Request) -> int:
-        """Most output tokens the request may get. Raises ContextLengthError or InvalidRequestError for one that can
-        never run here, so that nothing in the queue can block it for ever. Reads settings only: any thread may call."""
-        prompt, wanted = len(request.prompt_token_ids), request.sampling.max_tokens
-        longest, capacity = self.settings.max_model_len, self.kv.num_total_blocks * self.kv.block_size
-        if prompt == 0:
-            raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
-        at_least = 1 if wanted is None else wanted
-        if prompt + at_least > longest:
-            raise ContextLengthError(
-                f"This model's context is {longest} tokens, but {prompt + at_least} were asked for "
-                f"({prompt} in the prompt, {at_least} to generate). Shorten the prompt or lower max_tokens.",
-                param="prompt" if prompt + 1 > longest else "max_tokens",
-            )
-        # The last token is never computed, so it needs no slot.
-        if prompt + at_least - 1 > capacity:
-            raise InvalidRequestError(
-                f"The request needs KV memory for {prompt + at_least - 1} tokens, but the pool holds {capacity} "
-                f"({self.kv.num_total_blocks} blocks of {self.kv.block_size}). Lower max_tokens or shorten the prompt.",
-                param="max_tokens",
-            )
-        return min(longest, capacity + 1) - prompt if wanted is None else wanted
+        """Most output tokens the request may get. Raises what `output_limit` raises. Reads settings only: any thread
+        may call it."""
+        return output_limit(request, self.settings.max_model_len, self.kv.num_total_blocks, self.kv.block_size)
 
     def has_work(self) -> bool:
         return bool(self._live)
@@ -229,7 +211,7 @@ class Scheduler:
         """Sequences one token short, best first. Only here can a block be missing (a prefill got all of its blocks
         when it was admitted), and the victim is the worst of all running ones: it comes later in this order or is a
         prefill, so it is never already in the plan. The best one is never a victim of others, and alone it fits
-        (`limit_of`), so it always gets to its end: no livelock."""
+        (`output_limit`), so it always gets to its end: no livelock."""
         for sequence in list(self._running):
             if sequence.status is not SequenceStatus.RUNNING or sequence.num_remaining != 1:
                 continue

@@ -42,7 +42,7 @@ class Sequence:
     Positions, from 0:
 
         | computed (in steps already planned) | to compute | placeholders |
-        0 ............. num_computed_tokens ............ len(token_ids) ... known_length
+        0 ............. num_computed_tokens ............ len(token_ids) ... known length
 
     A placeholder is a token that a step in flight will draw: it counts as known, so that the next step can be planned
     before it has a value; the ranks put the value in.
@@ -54,7 +54,8 @@ class Sequence:
     limit: int
     """Most output tokens it may get: max_tokens or what is left of the context. 0: the prompt is scored only."""
     token_ids: list[int]
-    status: SequenceStatus = SequenceStatus.WAITING
+    status: SequenceStatus
+    num_prompt_tokens: int
     generation: int = 0
     num_computed_tokens: int = 0
     num_placeholders: int = 0
@@ -69,34 +70,25 @@ class Sequence:
     @classmethod
     def family(cls, request: Request, first_id: int, limit: int) -> list[Sequence]:
         """The n sequences of a request: the first prefills the prompt, the others are held until they can share it."""
-        members = [
-            cls(first_id + index, request, index, limit, list(request.prompt_token_ids))
-            for index in range(request.sampling.n)
-        ]
-        leader, *others = members
-        for member in others:
-            member.status = SequenceStatus.HELD
-        leader.held = others
+        members = []
+        for index in range(request.sampling.n):
+            tokens = list(request.prompt_token_ids)
+            status = SequenceStatus.HELD if index else SequenceStatus.WAITING
+            members.append(cls(first_id + index, request, index, limit, tokens, status, len(tokens)))
+        members[0].held = members[1:]
         return members
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def known_length(self) -> int:
-        return len(self.token_ids) + self.num_placeholders
-
-    @property
     def num_remaining(self) -> int:
         """Tokens that can be computed now: 1 for a decode, more for a prefill, 0 when its last token is on its way."""
-        if self.limit and self.known_length - self.num_prompt_tokens >= self.limit:
+        known = len(self.token_ids) + self.num_placeholders
+        if self.limit and known - self.num_prompt_tokens >= self.limit:
             return 0
-        return self.known_length - self.num_computed_tokens
+        return known - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -44,3 +44,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def driver() -> ModuleType:
     """The helpers of `runner/driver.py`: settings for tiny models, and Driver, which makes step plans."""
     return _module(Path(__file__).parent / "runner" / "driver.py")
+
+
+@pytest.fixture(scope="session")
+def kit() -> ModuleType:
+    """The helpers of `engine/kit.py`: fake ranks, a tokenizer of bytes, a sink that remembers."""
+    return _module(Path(__file__).parent / "engine" / "kit.py")

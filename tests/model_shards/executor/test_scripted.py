@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,26 +22,11 @@ from shoal.model_shards.executor.script_file import encode_scripts, read_script_
 from shoal.model_shards.executor.scripted import LastUserMessage, ScriptedExecutor
 from shoal.model_shards.sampling.params import SamplingParams
 
-
-@pytest.fixture(scope="session")
-def kit() -> ModuleType:
-    """The helpers of the engine's tests."""
-    name = "shoal_tests_engine_kit"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "engine" / "kit.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-Answer = Callable[..., Any]
+Serve = Callable[..., tuple[Engine, Any]]
 
 
 @pytest.fixture
-def serve(kit: ModuleType, tmp_path: Path) -> Iterator[Callable[..., tuple[Engine, Any]]]:
+def serve(kit: ModuleType, tmp_path: Path) -> Iterator[Serve]:
     """serve(default=..., rules=[...]) -> (a started engine on that script, ByteTokenizer)."""
     engines = []
 
@@ -76,7 +59,7 @@ def ask(kit: ModuleType, engine: Engine, prompt: str, name: str = "a", **samplin
     return sink
 
 
-def test_pieces_then_end_of_sequence(kit: ModuleType, serve: Answer) -> None:
+def test_pieces_then_end_of_sequence(kit: ModuleType, serve: Serve) -> None:
     engine, tokenizer = serve(default={"pieces": ["The ", "Obs", "er"]})
     sink = ask(kit, engine, "hello")
     assert sink.text("a") == "The Obser"
@@ -110,7 +93,7 @@ def test_a_sentencepiece_space_does_not_get_between_pieces(kit: ModuleType, tmp_
     assert bytes(tokens[:-1]) == b" Obser ver"
 
 
-def test_the_first_rule_that_matches_the_last_user_message_speaks(kit: ModuleType, serve: Answer) -> None:
+def test_the_first_rule_that_matches_the_last_user_message_speaks(kit: ModuleType, serve: Serve) -> None:
     rules = [{"match": "weather", "pieces": ["rain"]}, {"match": "news", "pieces": ["none"]}]
     engine, tokenizer = serve(rules=rules, default={"pieces": ["ok"]})
 
@@ -133,7 +116,7 @@ def test_a_template_that_refuses_leaves_the_whole_prompt_to_match(kit: ModuleTyp
     assert LastUserMessage(tokenizer).of(tokenizer.encode("all of it")) == "all of it"
 
 
-def test_without_eos_the_script_starts_over_until_a_limit(kit: ModuleType, serve: Answer) -> None:
+def test_without_eos_the_script_starts_over_until_a_limit(kit: ModuleType, serve: Serve) -> None:
     engine, _ = serve(default={"pieces": ["ab", "c"], "eos": False})
     sink = ask(kit, engine, "x", max_tokens=8)
     assert sink.text("a") == "abcabcab"
@@ -141,14 +124,14 @@ def test_without_eos_the_script_starts_over_until_a_limit(kit: ModuleType, serve
     assert ask(kit, engine, "x", stop=("ca",)).text("a") == "ab"
 
 
-def test_tokens_may_stand_for_pieces_and_split_a_character(kit: ModuleType, serve: Answer) -> None:
+def test_tokens_may_stand_for_pieces_and_split_a_character(kit: ModuleType, serve: Serve) -> None:
     engine, _ = serve(default={"tokens": [*"dž😀".encode()]})
     sink = ask(kit, engine, "x")
     assert sink.text("a") == "dž😀"
     assert all("\ufffd" not in delta.text for delta in sink.deltas)
 
 
-def test_fail_after_fails_that_sequence_inside_the_step(kit: ModuleType, serve: Answer) -> None:
+def test_fail_after_fails_that_sequence_inside_the_step(kit: ModuleType, serve: Serve) -> None:
     engine, _ = serve(rules=[{"match": "boom", "pieces": ["abc"], "fail_after": 2}], default={"pieces": ["fine"]})
     sink = ask(kit, engine, "boom")
     assert (sink.text("a"), sink.reason("a")) == ("ab", FinishReason.ERROR)
@@ -157,7 +140,7 @@ def test_fail_after_fails_that_sequence_inside_the_step(kit: ModuleType, serve: 
     assert engine.healthy
 
 
-def test_a_slow_script_does_not_delay_a_quick_one(kit: ModuleType, serve: Answer) -> None:
+def test_a_slow_script_does_not_delay_a_quick_one(kit: ModuleType, serve: Serve) -> None:
     slow = {"match": "slow", "pieces": ["0123456789"], "delay_ms": 30}
     engine, tokenizer = serve(rules=[slow], default={"pieces": ["q" * 40]})
     sink = kit.Collector()
@@ -172,7 +155,7 @@ def test_a_slow_script_does_not_delay_a_quick_one(kit: ModuleType, serve: Answer
     assert sink.of("slow")[-1].num_output_tokens == 11
 
 
-def test_logprobs_and_prompt_logprobs_are_those_of_certainty(kit: ModuleType, serve: Answer) -> None:
+def test_logprobs_and_prompt_logprobs_are_those_of_certainty(kit: ModuleType, serve: Serve) -> None:
     engine, _ = serve(default={"pieces": ["ab"]})
     sink = ask(kit, engine, "xyz", logprobs=1, prompt_logprobs=0)
     assert [e.token_id for d in sink.deltas for e in d.logprobs] == [*b"ab", 256]
