@@ -29,13 +29,16 @@ class _DeviceDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_fraction: float
+    kv_fraction: float
 
 
 _DEFAULTS: dict[Device, _DeviceDefaults] = {
     # A step of 512 tokens keeps the gap between tokens of a 100 M model near a second on two cores; a GPU needs
     # thousands of rows to be busy.
-    "cpu": _DeviceDefaults("float32", 64, 512, 0.4),
-    "cuda": _DeviceDefaults("bfloat16", 256, 8192, 0.9),
+    # The KV cache fills up with prefixes whatever is asked of it, and a laptop has other things to do: an eighth of
+    # its memory. A GPU has nothing else to do.
+    "cpu": _DeviceDefaults("float32", 64, 512, 0.8, 0.125),
+    "cuda": _DeviceDefaults("bfloat16", 256, 8192, 0.9, 1.0),
 }
 
 
@@ -62,6 +65,8 @@ class ResolvedEngine:
     kv_cache_memory: int | None
     memory_budget: int | None
     """None only where `kv_cache_memory` alone decides: the user gave it and no budget."""
+    kv_cache_limit: int | None
+    """Most that the KV pool takes of the budget of its own accord; None: all that is left, or `kv_cache_memory`."""
     enable_prefix_caching: bool
     scheduling_policy: str
     max_waiting_requests: int
@@ -96,7 +101,8 @@ def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
         max_partial_prefills=config.max_partial_prefills,
         block_size=config.block_size,
         kv_cache_memory=config.kv_cache_memory,
-        memory_budget=_memory_budget(config, machine, device, defaults),
+        memory_budget=_memory_budget(config, _available(config, machine, device), defaults),
+        kv_cache_limit=_kv_cache_limit(config, _available(config, machine, device), defaults),
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         max_waiting_requests=config.max_waiting_requests,
@@ -131,11 +137,14 @@ def _token_budget(config: EngineConfig, defaults: _DeviceDefaults, max_num_seqs:
     return budget
 
 
-def _memory_budget(config: EngineConfig, machine: Machine, device: Device, defaults: _DeviceDefaults) -> int | None:
+def _available(config: EngineConfig, machine: Machine, device: Device) -> int:
+    """Bytes that one rank may use."""
     if device == "cuda":
-        available = machine.free_gpu_memory
-    else:
-        available = machine.available_ram // (config.tensor_parallel_size * config.pipeline_parallel_size)
+        return machine.free_gpu_memory
+    return machine.available_ram // (config.tensor_parallel_size * config.pipeline_parallel_size)
+
+
+def _memory_budget(config: EngineConfig, available: int, defaults: _DeviceDefaults) -> int | None:
     if config.memory_budget is not None:
         if config.memory_budget > available:
             raise ConfigError(
@@ -147,3 +156,9 @@ def _memory_budget(config: EngineConfig, machine: Machine, device: Device, defau
     if config.kv_cache_memory is not None and config.memory_fraction is None:
         return None
     return int(available * (config.memory_fraction or defaults.memory_fraction))
+
+
+def _kv_cache_limit(config: EngineConfig, available: int, defaults: _DeviceDefaults) -> int | None:
+    """Whoever sets a budget, a share or a size wants it used."""
+    asked = (config.kv_cache_memory, config.memory_budget, config.memory_fraction)
+    return int(available * defaults.kv_fraction) if all(value is None for value in asked) else None

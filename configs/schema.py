@@ -61,11 +61,11 @@ class EngineConfig(BaseModel):
     """Tokens a KV block."""
     kv_cache_memory: Bytes | None = None
     """Size of the KV pool on each rank. None: what the budget leaves, but no more than max_num_seqs sequences of
-    max_model_len could use."""
+    max_model_len could use, and on a CPU without a budget no more than an eighth of the available RAM."""
     memory_budget: Bytes | None = None
     """Weights, activations and KV pool of one rank together. None: `memory_fraction` of what is available."""
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
-    """None: 0.4 of the available RAM on a CPU, 0.9 of the free memory on a GPU."""
+    """None: 0.8 of the available RAM on a CPU, 0.9 of the free memory on a GPU."""
     enable_prefix_caching: bool = True
 
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"

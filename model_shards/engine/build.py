@@ -43,6 +43,7 @@ class _Parts:
     max_model_len: int
     num_blocks: int
     namespace: bytes
+    eos_token_ids: frozenset[int]
     steps_in_flight: int = 2
     memory_plan: MemoryPlan | None = None
 
@@ -65,7 +66,7 @@ def _assemble(settings: ResolvedEngine, parts: _Parts, metrics: MetricsSink | No
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=parts.max_model_len,
-            eos_token_ids=frozenset(parts.tokenizer.eos_token_ids),
+            eos_token_ids=parts.eos_token_ids,
             prefill_chunk_size=settings.prefill_chunk_size,
             max_partial_prefills=settings.max_partial_prefills,
         ),
@@ -112,6 +113,7 @@ def _scripted(settings: ResolvedEngine) -> _Parts:
         max_model_len=max_model_len,
         num_blocks=1 + settings.max_num_seqs * blocks_per_sequence,
         namespace=b"scripted",
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
         steps_in_flight=executor.steps_in_flight,
     )
 
@@ -135,6 +137,7 @@ def _real(settings: ResolvedEngine) -> _Parts:
         num_blocks=plan.num_blocks,
         namespace=_namespace(settings, source),
         memory_plan=plan,
+        eos_token_ids=frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
         steps_in_flight=settings.pipeline_parallel_size + 1,
     )
 
@@ -149,22 +152,26 @@ def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig) -> tuple[in
             f"max_model_len={asked} is more than the model's context of {model.max_position} tokens.",
             param="max_model_len",
         )
-    max_model_len = asked or model.max_position
-    if asked is None:
-        # Nobody asked for the whole context: take what fits.
-        fits = plan_memory(_memory_request(settings, model, settings.block_size)).num_tokens
-        if fits < max_model_len:
-            logger.warning("max_model_len is %d: the KV cache cannot hold the model's %d", fits, max_model_len)
-            max_model_len = fits
-    request = _memory_request(settings, model, max_model_len)
-    plan = plan_memory(request)
-    most = settings.max_num_seqs * -(-max_model_len // settings.block_size) + 1
-    if settings.kv_cache_memory is None and plan.num_blocks > most:
-        plan = plan_memory(replace(request, kv_bytes=most * settings.block_size * plan.bytes_per_token))
-    return max_model_len, plan
+    block_size = settings.block_size
+    request = _memory_request(settings, model)
+    largest = plan_memory(request)
+    blocks = largest.num_blocks
+    if settings.kv_cache_limit is not None:
+        wanted = -(-(asked or 1) // block_size) + 1
+        blocks = min(blocks, max(wanted, settings.kv_cache_limit // (block_size * largest.bytes_per_token)))
+    max_model_len = asked or min(model.max_position, (blocks - 1) * block_size)
+    if asked is None and max_model_len < model.max_position:
+        logger.warning(
+            "max_model_len is %d: the KV cache cannot hold the model's %d tokens", max_model_len, model.max_position
+        )
+    if settings.kv_cache_memory is None:
+        blocks = min(blocks, settings.max_num_seqs * -(-max_model_len // block_size) + 1)
+    pool = blocks * block_size * largest.bytes_per_token
+    return max_model_len, plan_memory(replace(request, max_model_len=max_model_len, kv_bytes=pool))
 
 
-def _memory_request(settings: ResolvedEngine, model: ModelConfig, max_model_len: int) -> MemoryRequest:
+def _memory_request(settings: ResolvedEngine, model: ModelConfig) -> MemoryRequest:
+    """For the context that was asked for; else for one block, since the planner is to say what fits."""
     import torch
 
     from shoal.kvcache.planner import MemoryRequest
@@ -184,11 +191,15 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, max_model_len:
             kv_dtype.itemsize,
         ),
         block_size=settings.block_size,
-        max_model_len=max_model_len,
+        max_model_len=settings.max_model_len or settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         weights_bytes=footprint.weights_bytes(model, dtype, tp, pp),
         activation_bytes=footprint.activation_bytes(
-            model, settings.max_num_batched_tokens, max_model_len, activation_dtype, tp
+            model,
+            settings.max_num_batched_tokens,
+            settings.max_model_len or model.max_position,
+            activation_dtype,
+            tp,
         ),
         total_bytes=settings.memory_budget,
         kv_bytes=settings.kv_cache_memory,

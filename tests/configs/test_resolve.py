@@ -19,7 +19,8 @@ def test_a_laptop() -> None:
     settings = resolve_engine(EngineConfig(model="m"), LAPTOP)
     assert (settings.device, settings.dtype, settings.kv_dtype) == ("cpu", "float32", "float32")
     assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (64, 512)
-    assert settings.memory_budget == 4 * GIB
+    assert settings.memory_budget == 8 * GIB
+    assert settings.kv_cache_limit == 10 * GIB // 8
 
 
 def test_a_gpu() -> None:
@@ -27,6 +28,7 @@ def test_a_gpu() -> None:
     assert (settings.device, settings.dtype, settings.kv_dtype) == ("cuda", "bfloat16", "bfloat16")
     assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (256, 8192)
     assert settings.memory_budget == 72 * GIB
+    assert settings.kv_cache_limit == 80 * GIB
 
 
 def test_what_is_written_is_kept() -> None:
@@ -37,10 +39,11 @@ def test_what_is_written_is_kept() -> None:
     assert (settings.device, settings.dtype, settings.kv_dtype) == ("cpu", "bfloat16", "float32")
     assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (600, 600)
     assert settings.memory_budget == GIB
+    assert settings.kv_cache_limit is None
 
 
 def test_ranks_on_a_cpu_share_its_memory() -> None:
-    assert resolve_engine(EngineConfig(model="m", pipeline_parallel_size=2), LAPTOP).memory_budget == 2 * GIB
+    assert resolve_engine(EngineConfig(model="m", pipeline_parallel_size=2), LAPTOP).memory_budget == 4 * GIB
 
 
 def test_a_kv_size_alone_needs_no_budget() -> None:

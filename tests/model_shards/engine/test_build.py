@@ -36,6 +36,15 @@ def test_the_pool_is_what_the_settings_say() -> None:
     assert plan.num_blocks == 512 * MIB // (16 * BYTES_PER_TOKEN)
 
 
+def test_unasked_the_pool_takes_an_eighth_of_the_memory() -> None:
+    max_model_len, plan = plan_engine_memory(resolved(ram=8 * GIB), MODEL)
+    assert max_model_len == 8192
+    assert 0.99 * GIB < plan.kv_bytes <= GIB
+    max_model_len, plan = plan_engine_memory(resolved(ram=2 * GIB), MODEL)
+    assert max_model_len == plan.num_tokens < 8192
+    assert plan_engine_memory(resolved(ram=2 * GIB, max_model_len=8192), MODEL)[1].full_sequences == 1
+
+
 def test_no_more_is_taken_than_all_sequences_could_use() -> None:
     settings = resolved(ram=200 * GIB, max_num_seqs=4, max_model_len=256)
     assert plan_engine_memory(settings, MODEL)[1].num_blocks == 4 * 16 + 1
