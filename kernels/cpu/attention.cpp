@@ -26,60 +26,59 @@ constexpr i64 WAKE_WORK = 64 << 10;                     // row * key * channel, 
 
 typedef std::uint64_t vq __attribute__((vector_size(VL * 4)));
 
-// Scores of ROWS queries with consecutive keys of one page, whose channel pairs are `pairs` apart.
+// Keys are scored VL at a time. Scores of ROWS queries with U such groups, whose keys of the first channel pair start
+// at keys[u] and whose channel pairs are `pairs` keys apart. Every score is one chain of multiply-adds over the
+// channels in ascending order, whatever ROWS and U are; U is what keeps enough chains going.
+
 // bfloat16: 32 bits are a key's pair; the two halves are multiplied apart and one lane is one key.
-template <int ROWS>
-SHOAL_INLINE void score(const float* q, i64 dim, const std::uint16_t* k, i64 pairs, float* scores) {
-    constexpr int N = GRANULE / VL;
-    vf acc[ROWS][N] = {};
-    const std::uint32_t* both = reinterpret_cast<const std::uint32_t*>(k);
-    for (i64 d = 0; d < dim; d += 2, both += pairs)
-        for (int n = 0; n < N; n++) {
-            vu pair = load(both + n * VL);
-            for (int r = 0; r < ROWS; r++) {
-                acc[r][n] += low_half(pair) * q[r * dim + d];
-                acc[r][n] += high_half(pair) * q[r * dim + d + 1];
-            }
+template <int ROWS, int U>
+SHOAL_INLINE void score(const float* q, i64 dim, const std::uint16_t* const* keys, i64 pairs, float* scores) {
+    vf acc[ROWS][U] = {};
+    for (i64 d = 0; d < dim; d += 2)
+        for (int u = 0; u < U; u++) {
+            vu pair = load(reinterpret_cast<const std::uint32_t*>(keys[u]) + d / 2 * pairs);
+            vf even = low_half(pair), odd = high_half(pair);
+            for (int r = 0; r < ROWS; r++) acc[r][u] += even * q[r * dim + d];
+            for (int r = 0; r < ROWS; r++) acc[r][u] += odd * q[r * dim + d + 1];
         }
     for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < N; n++) store(scores + r * KEYS + n * VL, acc[r][n]);
+        for (int u = 0; u < U; u++) store(scores + r * KEYS + u * VL, acc[r][u]);
 }
 
-SHOAL_INLINE vf even_lanes(vf a, vf b) {
-    vf out;
-    for (int i = 0; i < VL; i++) out[i] = i < VL / 2 ? a[2 * i] : b[2 * i - VL];
-    return out;
-}
-
-SHOAL_INLINE vf odd_lanes(vf a, vf b) {
-    vf out;
-    for (int i = 0; i < VL; i++) out[i] = i < VL / 2 ? a[2 * i + 1] : b[2 * i + 1 - VL];
-    return out;
+// The sums of neighbouring lanes of a and b.
+SHOAL_INLINE vf pairwise_sum(vf a, vf b) {
+    vf even, odd;
+    for (int i = 0; i < VL / 2; i++) {
+        even[i] = a[2 * i], even[VL / 2 + i] = b[2 * i];
+        odd[i] = a[2 * i + 1], odd[VL / 2 + i] = b[2 * i + 1];
+    }
+    return even + odd;
 }
 
 // fp32: two lanes are a key's pair; they are added at the end.
-template <int ROWS>
-SHOAL_INLINE void score(const float* q, i64 dim, const float* k, i64 pairs, float* scores) {
-    constexpr int AT_ONCE = VL < 8 ? 8 : VL;  // keys
-    constexpr int N = AT_ONCE * 2 / VL;
-    for (int key = 0; key < GRANULE; key += AT_ONCE) {
-        vf acc[ROWS][N] = {};
-        const float* at = k + key * 2;
-        for (i64 d = 0; d < dim; d += 2, at += pairs * 2)
-            for (int n = 0; n < N; n++) {
-                vf pair = load(at + n * VL);
-                for (int r = 0; r < ROWS; r++) {
-                    std::uint64_t both;
-                    std::memcpy(&both, q + r * dim + d, 8);
-                    acc[r][n] += pair * (vf)(vq{} + both);
-                }
+template <int ROWS, int U>
+SHOAL_INLINE void score(const float* q, i64 dim, const float* const* keys, i64 pairs, float* scores) {
+    vf acc[ROWS][U][2] = {};
+    for (i64 d = 0; d < dim; d += 2)
+        for (int u = 0; u < U; u++) {
+            const float* at = keys[u] + d * pairs;
+            vf first = load(at), second = load(at + VL);
+            for (int r = 0; r < ROWS; r++) {
+                std::uint64_t both;
+                std::memcpy(&both, q + r * dim + d, 8);
+                vf pair = (vf)(vq{} + both);
+                acc[r][u][0] += first * pair, acc[r][u][1] += second * pair;
             }
-        for (int r = 0; r < ROWS; r++)
-            for (int n = 0; n < N; n += 2) {
-                vf a = acc[r][n], b = acc[r][n + 1];
-                store(scores + r * KEYS + key + n / 2 * VL, even_lanes(a, b) + odd_lanes(a, b));
-            }
-    }
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int u = 0; u < U; u++) store(scores + r * KEYS + u * VL, pairwise_sum(acc[r][u][0], acc[r][u][1]));
+}
+
+// How many of `limit` (a power of two) independent accumulators of `size` vectors the registers hold beside the rest.
+constexpr int fitting(int size, int limit) {
+    int n = 1;
+    while (n * 2 <= limit && n * 2 * size <= (REGISTERS == 32 ? 24 : 12)) n *= 2;
+    return n;
 }
 
 // Two vectors of a value row: for bfloat16 the even and the odd channels, for fp32 the first and the second half.
@@ -147,21 +146,28 @@ struct Attention {
         }
     }
 
-    // Calls fn.template operator()<N>(row) for blocks of N <= ROW_BLOCK rows.
+    // Calls fn(row, N) for blocks of N <= ROW_BLOCK rows, N a constant: full blocks, then one of what is left.
     template <int N = ROW_BLOCK, class Fn>
     SHOAL_INLINE static void by_rows(i64 count, const Fn& fn, i64 row = 0) {
         for (; row + N <= count; row += N) fn(row, std::integral_constant<int, N>{});
-        if constexpr (N > 1) by_rows<N / 2>(count, fn, row);
+        if constexpr (N > 1) by_rows<N - 1>(count, fn, row);
     }
 
-    // Scores of the keys [begin, end) of the block at `base`; whole granules are computed, the rest is masked later.
+    // Scores of the keys [begin, end) of the block at `base`. What else of the block is computed is masked later.
     void scores_of(const Tile& t, const float* queries, i64 base, i64 begin, i64 end, float* scores) const {
-        for (i64 at = begin / GRANULE * GRANULE; at < end; at += GRANULE) {
-            const E* keys = page(k, t, at) + at % s.block_size * 2;
-            by_rows(rows(t), [&](i64 r, auto n) {
-                score<n>(queries + r * s.dim, s.dim, keys, s.block_size, scores + r * KEYS + at - base);
-            });
+        constexpr int GROUPS = KEYS / VL;
+        const E* keys[GROUPS];
+        for (int g = 0; g < GROUPS; g++) {
+            // A group that is not wanted may share a register tile with others: it reads a granule that exists.
+            i64 granule = std::clamp(base + g * VL, begin / GRANULE * GRANULE, (end - 1)) / GRANULE * GRANULE;
+            keys[g] = page(k, t, granule) + (granule % s.block_size + g * VL % GRANULE) * 2;
         }
+        int first = (begin - base) / VL, last = (end - base + VL - 1) / VL;
+        by_rows(rows(t), [&](i64 r, auto n) {
+            constexpr int U = fitting(n * int(sizeof(E) / 2), GROUPS);
+            for (int g = first / U * U; g < last; g += U)
+                score<n, U>(queries + r * s.dim, s.dim, keys + g, s.block_size, scores + r * KEYS + g * VL);
+        });
     }
 
     // Scores -> probabilities relative to the new peak, in place; `shrink` is what earlier sums are multiplied by.
@@ -193,36 +199,48 @@ struct Attention {
         }
     }
 
-    // acc = acc * shrink + probabilities * values, keys [begin, end) in ascending order.
+    // acc = acc * shrink + probabilities * values for C chunks of 2 * VL channels, keys [begin, end) in ascending order.
+    template <int ROWS, int C>
+    SHOAL_INLINE void chunks(const E* const* values, i64 begin, i64 end, const float* p, const float* shrink,
+                             float* acc, i64 channel) const {
+        vf a[ROWS][C][2];
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < C; c++)
+                for (int h = 0; h < 2; h++) a[r][c][h] = load(acc + r * s.dim + channel + (2 * c + h) * VL) * shrink[r];
+        for (i64 granule = begin / GRANULE * GRANULE; granule < end; granule += GRANULE) {
+            const E* v_row = values[granule / GRANULE] + channel;
+            i64 last = std::min(end, granule + GRANULE);
+            for (i64 key = std::max(begin, granule); key < last; key++)
+                for (int c = 0; c < C; c++) {
+                    vf first, second;
+                    channels(v_row + (key - granule) * s.dim + c * 2 * VL, first, second);
+                    for (int r = 0; r < ROWS; r++) {
+                        a[r][c][0] += first * p[r * KEYS + key];
+                        a[r][c][1] += second * p[r * KEYS + key];
+                    }
+                }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < C; c++)
+                for (int h = 0; h < 2; h++) store(acc + r * s.dim + channel + (2 * c + h) * VL, a[r][c][h]);
+    }
+
     template <int ROWS>
     SHOAL_INLINE void accumulate(const E* const* values, i64 begin, i64 end, const float* p, const float* shrink,
                                  float* acc) const {
-        i64 c = 0;
-        for (; c + 2 * VL <= s.dim; c += 2 * VL) {
-            vf a[ROWS][2];
-            for (int r = 0; r < ROWS; r++)
-                for (int h = 0; h < 2; h++) a[r][h] = load(acc + r * s.dim + c + h * VL) * shrink[r];
-            for (i64 granule = begin / GRANULE * GRANULE; granule < end; granule += GRANULE) {
-                const E* v_row = values[granule / GRANULE] + c;
-                i64 last = std::min(end, granule + GRANULE);
-                for (i64 key = std::max(begin, granule); key < last; key++) {
-                    vf first, second;
-                    channels(v_row + (key - granule) * s.dim, first, second);
-                    for (int r = 0; r < ROWS; r++) {
-                        a[r][0] += first * p[r * KEYS + key];
-                        a[r][1] += second * p[r * KEYS + key];
-                    }
-                }
-            }
-            for (int r = 0; r < ROWS; r++)
-                for (int h = 0; h < 2; h++) store(acc + r * s.dim + c + h * VL, a[r][h]);
-        }
-        for (; c < s.dim; c++)  // what is left of a head_dim that two vectors do not divide
+        constexpr int C = fitting(2 * ROWS, 4);
+        i64 channel = 0;
+        for (; channel + C * 2 * VL <= s.dim; channel += C * 2 * VL)
+            chunks<ROWS, C>(values, begin, end, p, shrink, acc, channel);
+        if constexpr (C > 1)
+            for (; channel + 2 * VL <= s.dim; channel += 2 * VL)
+                chunks<ROWS, 1>(values, begin, end, p, shrink, acc, channel);
+        for (; channel < s.dim; channel++)  // what is left of a head_dim that two vectors do not divide
             for (int r = 0; r < ROWS; r++) {
-                float a = acc[r * s.dim + c] * shrink[r];
+                float a = acc[r * s.dim + channel] * shrink[r];
                 for (i64 key = begin; key < end; key++)
-                    a += p[r * KEYS + key] * to_float(values[key / GRANULE][key % GRANULE * s.dim + c]);
-                acc[r * s.dim + c] = a;
+                    a += p[r * KEYS + key] * to_float(values[key / GRANULE][key % GRANULE * s.dim + channel]);
+                acc[r * s.dim + channel] = a;
             }
     }
 
