@@ -25,11 +25,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceDefaults:
-    dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_fraction: float
     kv_fraction: float
+
+
+_AUTO_DTYPE = "bfloat16"
+"""What models are trained in. A CPU computes in float32 on weights and pages stored so: half the bytes to read."""
 
 
 _DEFAULTS: dict[Device, _DeviceDefaults] = {
@@ -37,8 +40,8 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
     # thousands of rows to be busy.
     # The KV cache fills up with prefixes whatever is asked of it, and a laptop has other things to do: an eighth of
     # its memory. A GPU has nothing else to do.
-    "cpu": _DeviceDefaults("float32", 64, 512, 0.8, 0.125),
-    "cuda": _DeviceDefaults("bfloat16", 256, 8192, 0.9, 1.0),
+    "cpu": _DeviceDefaults(64, 512, 0.8, 0.125),
+    "cuda": _DeviceDefaults(256, 8192, 0.9, 1.0),
 }
 
 
@@ -82,7 +85,7 @@ def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
     """Fills every gap. Raises ConfigError for settings that contradict each other or the machine."""
     device = _device(config, machine)
     defaults = _DEFAULTS[device]
-    dtype = defaults.dtype if config.dtype == "auto" else config.dtype
+    dtype = _AUTO_DTYPE if config.dtype == "auto" else config.dtype
     max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
     return ResolvedEngine(
         model=config.model,

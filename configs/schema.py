@@ -36,7 +36,7 @@ class EngineConfig(BaseModel):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
-    """Of the stored weights. auto: float32 on a CPU, bfloat16 on a GPU."""
+    """Of the stored weights. auto: bfloat16, everywhere (a CPU computes in float32 on weights stored so)."""
     kv_dtype: DType = "auto"
     """Of the KV cache. auto: as the weights."""
     backend: str | None = None
