@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -122,6 +123,38 @@ def test_sub_folders_are_packages_and_the_wheel_lists_them_all() -> None:
     for name in config["packages"]:
         folder = REPOSITORY.joinpath(*name.split(".")[1:])
         assert folder.is_dir(), f"{name} is listed in pyproject.toml but {folder.name}/ does not exist"
+
+
+DISTRIBUTIONS = {"zmq": "pyzmq", "yaml": "pyyaml"}
+"""Import name -> name of the distribution, where they differ."""
+
+
+def declared(requirements: list[str]) -> set[str]:
+    names = (re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in requirements)
+    return {name.lower().replace("-", "_") for name in names}
+
+
+def third_party(paths: list[Path]) -> set[str]:
+    roots = {name.partition(".")[0] for path in paths for _, name in imported_modules(path)}
+    known = {"shoal", "tests", *sys.stdlib_module_names}
+    return {DISTRIBUTIONS.get(root, root).lower() for root in roots - known if root}
+
+
+def test_what_is_imported_is_declared_and_nothing_else() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    always, extras = declared(project["dependencies"]), project["optional-dependencies"]
+    imported = third_party(product_files())
+    assert imported - always == declared(extras["gpu"]), "imported, but not declared"
+    assert always - imported == set(), "declared, but imported nowhere"
+
+
+def test_what_tests_import_is_declared() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    everything = declared(project["dependencies"] + [r for extra in ("dev", "gpu", "clients") for r in extras[extra]])
+    tests = tracked("tests/*.py")
+    own_helpers = {path.stem for path in tests}
+    assert third_party(tests) - own_helpers - everything == set()
 
 
 def test_data_files_of_packages_are_in_the_wheel() -> None:
