@@ -15,6 +15,9 @@ import numpy.typing as npt
 from shoal.model_shards.sampling.vocab_rows import FloatArray, IdArray, VocabRows
 
 _LOWEST = np.finfo(np.float32).min
+_SIGN = np.uint32(1 << 31)
+_ID_BITS = np.uint64(32)
+_ID_MASK = np.uint64((1 << 32) - 1)
 
 
 @dataclass(slots=True)
@@ -42,10 +45,12 @@ def heads(rows: VocabRows, index: IdArray, column_max: FloatArray, at_least: int
         whole = threshold == -np.inf
         owner, ids, values = _from_columns(rows, index, column_max, np.where(whole, _LOWEST, threshold))
     else:
-        at_least = min(at_least, rows.columns.vocab)
-        threshold = np.array([rows.kth_largest(row, at_least) for row in index.tolist()], dtype=np.float32)
-        whole = (threshold == -np.inf) | (at_least == rows.columns.vocab)
-        found = [rows.above(row, max(t, _LOWEST)) for row, t in zip(index.tolist(), threshold.tolist(), strict=True)]
+        threshold = np.full(len(index), -np.inf, dtype=np.float32)
+        if at_least < rows.columns.vocab:
+            threshold[:] = [rows.kth_largest(row, at_least) for row in index.tolist()]
+        whole = threshold == -np.inf
+        lowest = np.maximum(threshold, _LOWEST).tolist()
+        found = [rows.above(row, value) for row, value in zip(index.tolist(), lowest, strict=True)]
         owner = np.repeat(np.arange(len(index)), [len(ids) for ids, _ in found])
         ids = np.concatenate([ids for ids, _ in found])
         values = np.concatenate([values for _, values in found])
@@ -63,12 +68,27 @@ def _from_columns(
 
 
 def _sorted_and_padded(owner: IdArray, ids: IdArray, values: FloatArray, whole: npt.NDArray[np.bool_]) -> Heads:
-    order = np.lexsort((ids, -values, owner))
+    """`owner` ascending. Sorting one integer a candidate, which holds value and id, needs no stable sort."""
     sizes = np.bincount(owner, minlength=len(whole))
     width = int(sizes.max(initial=1))
     place = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    padded_ids = np.zeros((len(whole), width), dtype=np.int64)
-    padded_values = np.full((len(whole), width), -np.inf, dtype=np.float32)
-    padded_ids[owner[order], place] = ids[order]
-    padded_values[owner[order], place] = values[order]
-    return Heads(padded_ids, padded_values, sizes, whole)
+    keys = np.full((len(whole), width), np.iinfo(np.uint64).max, dtype=np.uint64)
+    keys[owner, place] = _keys(values, ids)
+    keys.sort(axis=1)
+    padding = np.arange(width) >= sizes[:, None]
+    sorted_ids, sorted_values = _from_keys(keys)
+    sorted_ids[padding], sorted_values[padding] = 0, -np.inf
+    return Heads(sorted_ids, sorted_values, sizes, whole)
+
+
+def _keys(values: FloatArray, ids: IdArray) -> npt.NDArray[np.uint64]:
+    """Integers in the total order: the bits of the value, turned so that larger gives smaller, then the id."""
+    bits = (values + np.float32(0.0)).view(np.uint32)  # -0.0 becomes 0.0: they are equal
+    descending = np.where(bits & _SIGN, bits, ~(bits | _SIGN))
+    return (descending.astype(np.uint64) << _ID_BITS) | ids.view(np.uint64)
+
+
+def _from_keys(keys: npt.NDArray[np.uint64]) -> tuple[IdArray, FloatArray]:
+    descending = (keys >> _ID_BITS).astype(np.uint32)
+    bits = np.where(descending & _SIGN, descending, ~descending & ~_SIGN)
+    return (keys & _ID_MASK).view(np.int64), bits.view(np.float32)

@@ -19,8 +19,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 FAILED = -1
 """In place of a token id: the row has no distribution (NaN, infinity, or every token masked)."""
-_FIRST_HEAD = 64
-_HEAD_GROWTH = 8
+_HEAD_SIZES = (64, 1024)
+"""Candidates to try with before all of the vocabulary is sorted."""
 _CHUNK_VALUES = 1 << 20
 """Whole-row work runs over so many values at a time: temporaries of a few MB stay near the cores."""
 
@@ -33,7 +33,7 @@ class Draws:
     """Row numbers in the VocabRows."""
     temperature: DoubleArray
     top_k: IdArray
-    """0: off."""
+    """0, or the size of the vocabulary and more: off."""
     top_p: DoubleArray
     min_p: DoubleArray
     uniforms: DoubleArray
@@ -59,6 +59,7 @@ class Draws:
 
 def draw(rows: VocabRows, draws: Draws) -> IdArray:
     """The token of each draw, FAILED where the row has none to give."""
+    draws.top_k[draws.top_k >= rows.columns.vocab] = 0
     tokens = np.full(len(draws), FAILED, dtype=np.int64)
     filtered = draws.filtered
     for chosen, drawer in ((np.flatnonzero(filtered), draw_filtered), (np.flatnonzero(~filtered), draw_plain)):
@@ -89,27 +90,25 @@ def draw_filtered(rows: VocabRows, draws: Draws) -> IdArray:
     tokens = np.full(len(draws), FAILED, dtype=np.int64)
     column_max = rows.column_max(draws.index)
     row_max = column_max.max(axis=1)
-    top_k = np.minimum(draws.top_k, rows.columns.vocab)
-    needs_mass = np.flatnonzero(np.isfinite(row_max) & (top_k == 0) & (draws.top_p < 1.0))
-    mass = np.full(len(draws), np.nan)
+    pending = np.isfinite(row_max)
+    needs_mass = np.flatnonzero(pending & (draws.top_k == 0) & (draws.top_p < 1.0))
+    mass = np.ones(len(draws))
     mass[needs_mass] = _mass(rows, draws.subset(needs_mass))
-    wanted = np.full(len(draws), _FIRST_HEAD)
-    while (wanted < top_k).any():
-        wanted[wanted < top_k] *= _HEAD_GROWTH
-    pending = np.isfinite(row_max) & ~((top_k == 0) & (draws.top_p < 1.0) & ~np.isfinite(mass))
-    while pending.any():
-        size = int(wanted[pending].min())
-        chosen = np.flatnonzero(pending & (wanted == size))
-        head = heads(rows, draws.index[chosen], column_max[chosen], size)
-        found, settled = _draw_from_heads(head, draws.subset(chosen), mass[chosen])
-        tokens[chosen[settled]] = found[settled]
-        pending[chosen[settled]] = False
-        wanted[chosen] *= _HEAD_GROWTH
+    pending &= np.isfinite(mass)
+    for size in (*_HEAD_SIZES, rows.columns.vocab):
+        due = np.flatnonzero(pending & (draws.top_k <= size))
+        for part in _chunks(len(due), size):
+            chosen = due[part]
+            head = heads(rows, draws.index[chosen], column_max[chosen], size)
+            found, settled = _draw_from_heads(head, draws.subset(chosen), mass[chosen])
+            tokens[chosen[settled]] = found[settled]
+            pending[chosen[settled]] = False
     return tokens
 
 
 def _draw_from_heads(head: Heads, draws: Draws, mass: DoubleArray) -> tuple[IdArray, BoolArray]:
-    """(tokens, which of them are settled: the head was long enough to hold all that the filters keep)."""
+    """(tokens, which of them are settled: the head was long enough to hold all that the filters keep). `mass` [m] of
+    the whole row counts where top_p comes without top_k."""
     last = np.arange(len(draws)), head.sizes - 1
     weights = np.exp((head.values.astype(np.float64) - head.values[:, :1]) / draws.temperature[:, None])
     running = np.cumsum(weights, axis=1)
