@@ -51,7 +51,7 @@ def compile_launch(launch: Launch, target: GpuTarget) -> Resources:
     """Compiles for `target` and reads the result. Raises what Triton raises when the code is not valid there."""
     if INTERPRETED:
         raise RuntimeError("nothing can be compiled under TRITON_INTERPRET=1: unset it before triton is imported")
-    source = _source(launch)
+    source = specialised_source(launch)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
     ptx: str = compiled.asm["ptx"]
@@ -61,7 +61,7 @@ def compile_launch(launch: Launch, target: GpuTarget) -> Resources:
     return Resources(registers, stack, compiled.metadata.shared, instruction, "cp.async" in ptx)
 
 
-def _source(launch: Launch) -> ASTSource:
+def specialised_source(launch: Launch) -> ASTSource:
     """The launch's kernel with the types, constants and alignments that Triton's JIT would give it."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)

@@ -55,6 +55,11 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, windowed: bool, targ
     return Tiles(block_m, tile_n, num_warps=8, num_stages=PIPELINED)
 
 
+def padded_dim(head_dim: int) -> int:
+    """Columns of a tile: a power of two, and no fewer than a tensor-core product can sum over."""
+    return max(16, next_power_of_2(head_dim))
+
+
 def max_segments(max_keys: int) -> int:
     """Upper bound of `decode_segments` for sequences of at most `max_keys` keys."""
     most, fewest_keys = int(kernels.MAX_SEGMENTS.value), int(kernels.MIN_SEGMENT.value)
@@ -122,7 +127,7 @@ class _Step:
         splits = max_segments(max_keys)
         grid = (self.num_decodes, page.num_kv_heads, splits)
         if splits == 1:
-            return [self._attention(grid, tiles, self.out, self.lse, splits=1, decode=True)]
+            return [self._attention(grid, tiles, self.out, self.lse, decode=True)]
         rows = (self.num_decodes, heads, splits)
         partial_out = torch.empty((*rows, dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
@@ -136,19 +141,19 @@ class _Step:
                 "partial_lse_ptr": partial_lse,
                 "seq_lens_ptr": self.meta.seq_lens,
                 "window": self.window or 0,
+                "max_splits": splits,
             },
             {
                 "NUM_HEADS": heads,
                 "HEAD_DIM": dim,
-                "PADDED_DIM": next_power_of_2(dim),
+                "PADDED_DIM": padded_dim(dim),
                 "TILE_N": tiles.tile_n,
                 "HAS_WINDOW": self.window is not None,
-                "SPLITS": splits,
             },
             num_warps=2,
             num_stages=4,
         )
-        return [self._attention(grid, tiles, partial_out, partial_lse, splits=splits, decode=True), merge]
+        return [self._attention(grid, tiles, partial_out, partial_lse, decode=True), merge]
 
     def prefill(self) -> Launch:
         """One program per (block of query tokens, KV head) of the sequences after the decodes."""
@@ -158,7 +163,7 @@ class _Step:
         num_seqs = self.meta.seq_lens.shape[0] - self.num_decodes
         blocks = (q.shape[0] - self.num_decodes) // block_q + num_seqs
         grid = (blocks, self.pages.format.num_kv_heads, 1)
-        return self._attention(grid, tiles, self.out, self.lse, splits=1, decode=False)
+        return self._attention(grid, tiles, self.out, self.lse, decode=False)
 
     def _attention(
         self,
@@ -167,7 +172,6 @@ class _Step:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         *,
-        splits: int,
         decode: bool,
     ) -> Launch:
         q, pages, page, meta = self.q, self.pages, self.pages.format, self.meta
@@ -190,18 +194,19 @@ class _Step:
                 "first_seq": self.num_decodes,
                 "num_seqs": meta.seq_lens.shape[0],
                 "window": self.window or 0,
+                "max_splits": grid[2],
             },
             {
                 "NUM_KV_HEADS": page.num_kv_heads,
                 "GROUP": self.group,
                 "HEAD_DIM": page.head_dim,
-                "PADDED_DIM": next_power_of_2(page.head_dim),
+                "PADDED_DIM": padded_dim(page.head_dim),
                 "BLOCK_SIZE": page.block_size,
                 "BLOCK_M": tiles.block_m,
                 "TILE_N": tiles.tile_n,
                 "DECODE": decode,
                 "HAS_WINDOW": self.window is not None,
-                "SPLITS": splits,
+                "SPLIT": grid[2] > 1,
             },
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,

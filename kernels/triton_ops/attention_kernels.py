@@ -116,18 +116,19 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["first_seq", "num_seqs", "window"])
+# What changes from step to step is not specialised: a value of 1 or a multiple of 16 would compile another kernel.
+@triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs", "window", "max_splits"])
 def paged_attention_kernel(
-    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]; split: fp32 [num_decodes, num_heads, SPLITS, HEAD_DIM]
-    lse_ptr,  # fp32 [num_tokens, num_heads] (natural), may be None; split: [num_decodes, num_heads, SPLITS] (base 2)
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]; split: fp32 [num_decodes, num_heads, max_splits, HEAD_DIM]
+    lse_ptr,  # fp32 [num_tokens, num_heads], natural, or None; split: [num_decodes, num_heads, max_splits], base 2
     q_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, seq_lens_ptr,
     qk_scale,  # softmax scale * log2(e)
-    q_stride_token, block_stride, table_stride, first_seq, num_seqs, window,
+    q_stride_token, block_stride, table_stride, first_seq, num_seqs, window, max_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE_N: tl.constexpr,
-    DECODE: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    DECODE: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query blocks, KV heads, SPLITS). DECODE: block i is the one token of sequence i. See the module."""
+    """Grid (query blocks, KV heads, max_splits). DECODE: block i is the one token of sequence i. See the module."""
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     kv_head = tl.program_id(1)
@@ -165,7 +166,7 @@ def paged_attention_kernel(
     start = key_lo // TILE_N * TILE_N
     stop = key_hi
     num_splits = 1
-    if SPLITS > 1:
+    if SPLIT:
         per_segment, num_splits = decode_segments(key_hi - start, TILE_N)
         if split >= num_splits:
             return
@@ -210,26 +211,26 @@ def paged_attention_kernel(
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     lse = row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
     target = q_row * NUM_HEADS + head
-    if SPLITS > 1:
-        target = target * SPLITS + split
+    if SPLIT:
+        target = target * max_splits + split
         tl.store(lse_ptr + target, lse, mask=row_valid)
     elif lse_ptr is not None:
         tl.store(lse_ptr + target, lse * LN2, mask=row_valid)
     tl.store(out_ptr + (target * HEAD_DIM)[:, None] + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_valid)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "max_splits"])
 def merge_segments_kernel(
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
     lse_ptr,  # fp32 [num_tokens, num_heads] (natural), may be None
-    partial_out_ptr,  # fp32 [num_decodes, num_heads, SPLITS, HEAD_DIM], each normalised over its segment
-    partial_lse_ptr,  # fp32 [num_decodes, num_heads, SPLITS], base 2
-    seq_lens_ptr, window,
+    partial_out_ptr,  # fp32 [num_decodes, num_heads, max_splits, HEAD_DIM], each normalised over its segment
+    partial_lse_ptr,  # fp32 [num_decodes, num_heads, max_splits], base 2
+    seq_lens_ptr, window, max_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, heads). Adds a row's segments in order, weighted by exp2(lse - max): exact up to fp32 rounding,
-    and the order does not depend on SPLITS. Segments that the sequence does not have were never written; they are not
+    and the order does not depend on max_splits. Segments that the sequence does not have were never written and are not
     read."""
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -241,14 +242,14 @@ def merge_segments_kernel(
 
     row = seq.to(tl.int64) * NUM_HEADS + head
     split = tl.arange(0, MAX_SEGMENTS)
-    all_lse = tl.load(partial_lse_ptr + row * SPLITS + split, mask=split < num_splits, other=float("-inf"))
+    all_lse = tl.load(partial_lse_ptr + row * max_splits + split, mask=split < num_splits, other=float("-inf"))
     lse_max = tl.max(all_lse, 0)
     dim = tl.arange(0, PADDED_DIM)
     acc = tl.zeros([PADDED_DIM], dtype=tl.float32)
     total = 0.0
     for i in tl.range(0, num_splits):
-        weight = tl.exp2(tl.load(partial_lse_ptr + row * SPLITS + i) - lse_max)
-        partial = tl.load(partial_out_ptr + (row * SPLITS + i) * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
+        weight = tl.exp2(tl.load(partial_lse_ptr + row * max_splits + i) - lse_max)
+        partial = tl.load(partial_out_ptr + (row * max_splits + i) * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
         acc += weight * partial
         total += weight
     out = (acc / total).to(out_ptr.dtype.element_ty)

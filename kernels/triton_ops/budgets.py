@@ -61,7 +61,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _attention(
+def attention_case(
     heads: tuple[int, int],
     head_dim: int,
     *,
@@ -124,39 +124,47 @@ def _gelu(_: GpuTarget) -> Launch:
 DECODE_REGISTERS = 128
 DECODE_SHARED = (40, 56, 56)
 CASES = (
-    Case("prefill attention, 9/3 heads of 64", _attention((9, 3), 64), 255, (33, 82, 82), MMA),
-    Case("prefill attention, 32/8 heads of 128", _attention((32, 8), 128), 255, (65, 162, 162), MMA),
-    Case("prefill attention, 32/8 heads of 128, window", _attention((32, 8), 128, window=1024), 255, (65, 97, 97), MMA),
-    Case("prefill attention, 4/1 heads of 256, window", _attention((4, 1), 256, window=512), 255, (69, 129, 129), MMA),
+    Case("prefill attention, 9/3 heads of 64", attention_case((9, 3), 64), 255, (33, 82, 82), MMA),
+    Case("prefill attention, 32/8 heads of 128", attention_case((32, 8), 128), 255, (65, 162, 162), MMA),
+    Case(
+        "prefill attention, 32/8 heads of 128, window",
+        attention_case((32, 8), 128, window=1024),
+        255,
+        (65, 97, 97),
+        MMA,
+    ),
+    Case(
+        "prefill attention, 4/1 heads of 256, window", attention_case((4, 1), 256, window=512), 255, (69, 129, 129), MMA
+    ),
     Case(
         "prefill attention, 32/8 heads of 128, fp32",
-        _attention((32, 8), 128, dtype=torch.float32),
+        attention_case((32, 8), 128, dtype=torch.float32),
         255,
         (53, 53, 53),
         MMA_SYNC,
     ),
     Case(
         "decode attention, 9/3 heads of 64",
-        _attention((9, 3), 64, decode=True, max_seq_len=256),
+        attention_case((9, 3), 64, decode=True, max_seq_len=256),
         DECODE_REGISTERS,
         DECODE_SHARED,
         MMA_SYNC,
     ),
     Case(
         "decode attention, 32/8 heads of 128, split",
-        _attention((32, 8), 128, decode=True),
+        attention_case((32, 8), 128, decode=True),
         DECODE_REGISTERS,
         DECODE_SHARED,
         MMA_SYNC,
     ),
     Case(
         "decode attention, 4/1 heads of 256, window, split",
-        _attention((4, 1), 256, decode=True, window=512),
+        attention_case((4, 1), 256, decode=True, window=512),
         168,  # three programs
         (54, 75, 75),
         MMA_SYNC,
     ),
-    Case("merge of a split decode, heads of 128", _attention((32, 8), 128, decode=True, index=1), 64, (0, 0, 0)),
+    Case("merge of a split decode, heads of 128", attention_case((32, 8), 128, decode=True, index=1), 64, (0, 0, 0)),
     Case("store_kv, 8 heads of 128", _store, 64, (0, 0, 0)),
     Case("rms_norm of 4096 with residual", _rms_norm, 64, (1, 1, 1)),
     Case("head_rms_norm, 32 heads of 128", _head_rms_norm, 64, (1, 1, 1)),

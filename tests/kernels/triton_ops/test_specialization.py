@@ -1,0 +1,34 @@
+"""Serving must not stop to compile: what changes from step to step is no part of what a kernel is compiled for."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install 'shoal[gpu]')")
+
+from shoal.kernels.triton_ops import budgets
+from shoal.kernels.triton_ops.aot import specialised_source
+from shoal.kernels.triton_ops.launch import INTERPRETED, SM90
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+
+@pytest.mark.parametrize("launch", [0, 1], ids=["attention", "merge"])
+def test_longer_sequences_run_the_same_split_decode(launch: int) -> None:
+    """Lengths, table widths (257 blocks, then 64, a multiple of 16) and numbers of segments (17, 4) differ."""
+    variants = {
+        specialised_source(
+            budgets.attention_case((32, 8), 128, decode=True, max_seq_len=length, index=launch)(SM90)
+        ).hash()
+        for length in (257 * 16, 1024)
+    }
+    assert len(variants) == 1
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_one_block_is_no_special_case(decode: bool) -> None:
+    variants = {
+        specialised_source(budgets.attention_case((9, 3), 64, decode=decode, max_seq_len=length)(SM90)).hash()
+        for length in (16, 48, 256)
+    }
+    assert len(variants) == 1
