@@ -19,11 +19,12 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_ALPHABET = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
+"""Character -> byte."""
 # For str.translate: each character of the alphabet to the Latin-1 character of its byte, any other Latin-1 character to
 # one that Latin-1 cannot encode. Three times faster than a dict look-up per character, of which there are millions.
 _TO_LATIN_1 = dict.fromkeys(range(0x80, 0x100), "\uffff") | {
-    ord(character): chr(byte) for character, byte in _ALPHABET.items()
+    ord(character): chr(byte) for character, byte in BYTE_ALPHABET.items()
 }
 
 

@@ -30,6 +30,9 @@ _HUB_FILES = (
     "chat_template.jinja",
 )
 
+_HUB_DUPLICATES = ("consolidated*.safetensors", "original/*")
+"""The same weights again in the maker's own layout."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -102,7 +105,9 @@ def _from_hub(model_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        snapshot = Path(snapshot_download(model_id, allow_patterns=list(_HUB_FILES)))
+        snapshot = Path(
+            snapshot_download(model_id, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_DUPLICATES))
+        )
     except RepositoryNotFoundError:
         raise ModelLoadError(
             f"The Hugging Face hub has no model {model_id!r} (or it is private or gated: set HF_TOKEN). {_accepted()}",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shoal.configs.errors import InvalidRequestError, ModelLoadError
 from shoal.model_shards.tokenizer.from_gguf import parts_from_gguf
 from shoal.model_shards.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from shoal.model_shards.weights.sources import ModelSource
+from shoal.model_shards.weights.sources import KNOWN_MODELS, ModelSource, cache_dir
 
 # Of the five lists of ids beside the test strings two can be checked: their vocabularies are there too.
 VOCABULARIES = ("gpt-2", "phi-3")
@@ -58,6 +58,18 @@ def test_ids_of_all_46_strings_of_llama_cpp(
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert ids == [int(token_id) for token_id in line.split()], text
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_qwen2_ids_of_all_46_strings_of_llama_cpp(shared_data: Path) -> None:
+    """Only where the model has been fetched already: half a gigabyte is too much for a test."""
+    model = KNOWN_MODELS["qwen2.5-coder-0.5b"]
+    path = cache_dir() / model.file_name
+    if not path.is_file():
+        pytest.skip(f"{model.name} is not in the model cache")
+    tokenizer = Tokenizer(parts_from_gguf(path))
+    lines = (shared_data / "tokenizers" / "qwen2.out").read_text().splitlines()
+    for text, line in zip(_strings(shared_data)[: len(lines)], lines, strict=True):
+        assert tokenizer.encode(text) == [int(token_id) for token_id in line.split()], text
 
 
 @given(text=TEXT)
@@ -154,14 +166,14 @@ LLAMA_BPE = {
 
 def _write_vocab(path: Path, words: list[str], *, drop: str | None = None, **keys: Any) -> Path:
     """A byte-level vocabulary of 256 bytes, two control tokens, and `words` as whole tokens (without merges)."""
-    from shoal.model_shards.tokenizer.vocab_bytes import _ALPHABET
+    from shoal.model_shards.tokenizer.vocab_bytes import BYTE_ALPHABET
 
-    character_of = {byte: character for character, byte in _ALPHABET.items()}
+    character_of = {byte: character for character, byte in BYTE_ALPHABET.items()}
     spelled = ["".join(character_of[byte] for byte in word.encode()) for word in words]
     values: dict[str, Any] = {
         "model": "gpt2",
         "pre": "llama-bpe",
-        "tokens": [*sorted(_ALPHABET), "<bos>", "<|eot_id|>", "[PAD258]", *spelled],
+        "tokens": [*sorted(BYTE_ALPHABET), "<bos>", "<|eot_id|>", "[PAD258]", *spelled],
         "token_type": [1] * 256 + [3, 3, 5] + [1] * len(words),
         "merges": ["h e"],
         "bos_token_id": 256,

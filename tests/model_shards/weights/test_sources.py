@@ -62,9 +62,10 @@ def test_a_hub_id_from_the_local_cache(
 ) -> None:
     import huggingface_hub
 
-    def snapshot_download(model_id: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(model_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         assert model_id == "org/tiny"
         assert "*.bin" not in allow_patterns
+        assert "consolidated*.safetensors" in ignore_patterns
         return str(tiny_checkpoint("llama"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

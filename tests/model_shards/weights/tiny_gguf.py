@@ -60,9 +60,9 @@ def convert_to_gguf(
 
 def write_byte_vocab(writer: gguf.GGUFWriter) -> None:
     """256 bytes, two control tokens, one merge; padded as converters pad."""
-    from shoal.model_shards.tokenizer.vocab_bytes import _ALPHABET
+    from shoal.model_shards.tokenizer.vocab_bytes import BYTE_ALPHABET
 
-    tokens = sorted(_ALPHABET) + ["<|bos|>", "<|im_end|>", "he"] + [f"[PAD{index}]" for index in range(259, 320)]
+    tokens = sorted(BYTE_ALPHABET) + ["<|bos|>", "<|im_end|>", "he"] + [f"[PAD{index}]" for index in range(259, 320)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
