@@ -22,7 +22,7 @@ FAILED = -1
 _HEAD_SIZES = (64, 1024)
 """Candidates to try with before all of the vocabulary is sorted."""
 _CHUNK_VALUES = 1 << 20
-"""Whole-row work runs over so many values at a time: temporaries of a few MB stay near the cores."""
+"""Whole-row work runs over so many values at a time: temporaries of a few MB stay near the core."""
 
 
 @dataclass(slots=True)
