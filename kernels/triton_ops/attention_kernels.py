@@ -116,6 +116,41 @@ def _attend(
     return acc, row_max, row_sum
 
 
+@triton.jit
+def _attend_rows(
+    q, first_position, last_position, qk_scale, k_ptr, v_ptr, table_ptr, block_stride, start, stop, key_lo, window,
+    slot_stride: tl.constexpr, GROUP: tl.constexpr, DECODE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """(acc, row_max, row_sum) of a program's rows over the keys [start, stop), masked only where needed; decode always
+    masks: it waits for memory anyway."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    q_position = first_position + tl.arange(0, BLOCK_M) // GROUP
+    key_hi = last_position + 1
+    if not DECODE:
+        seen_by_all = tl.maximum((first_position + 1) // TILE_N * TILE_N, start)
+        if HAS_WINDOW:
+            masked_stop = tl.maximum(tl.cdiv(last_position - window + 1, TILE_N) * TILE_N, start)
+            masked_stop = tl.minimum(masked_stop, seen_by_all)
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, q_position, qk_scale, k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
+                start, masked_stop, key_lo, key_hi, window, HAS_WINDOW, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
+            )  # fmt: skip
+            start = masked_stop
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, q_position, qk_scale, k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
+            start, seen_by_all, key_lo, key_hi, window, HAS_WINDOW, False, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
+        )  # fmt: skip
+        start = seen_by_all
+    return _attend(
+        acc, row_max, row_sum, q, q_position, qk_scale, k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
+        start, stop, key_lo, key_hi, window, HAS_WINDOW, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
+    )  # fmt: skip
+
+
 # What changes from step to step is not specialised: a value of 1 or a multiple of 16 would compile another kernel.
 @triton.jit(do_not_specialize=["table_stride", "first_seq", "num_seqs", "window", "max_splits"])
 def paged_attention_kernel(
@@ -152,64 +187,33 @@ def paged_attention_kernel(
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, PADDED_DIM)
     token = first_token + row // GROUP
-    q_position = first_position + row // GROUP
     q_row = (query_start + token).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     row_valid = (row < BLOCK_Q * GROUP) & (token < query_len)
     q_valid = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (q_row * q_stride_token + head * HEAD_DIM)[:, None] + dim[None, :], mask=q_valid, other=0.0)
 
-    key_hi = last_position + 1
     key_lo = 0
     if HAS_WINDOW:
         key_lo = tl.maximum(first_position - window + 1, 0)
     start = key_lo // TILE_N * TILE_N
-    stop = key_hi
-    num_splits = 1
+    stop = last_position + 1
     if SPLIT:
-        per_segment, num_splits = decode_segments(key_hi - start, TILE_N)
+        per_segment, num_splits = decode_segments(stop - start, TILE_N)
         if split >= num_splits:
             return
         start += split * per_segment
-        stop = tl.minimum(start + per_segment, key_hi)
-
-    acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    head_offset = kv_head * HEAD_DIM
-    k_ptr += head_offset
-    v_ptr += head_offset
-    table_ptr += seq.to(tl.int64) * table_stride
-    slot_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    if not DECODE:
-        seen_by_all = tl.maximum((first_position + 1) // TILE_N * TILE_N, start)
-        if HAS_WINDOW:
-            masked_stop = tl.maximum(tl.cdiv(last_position - window + 1, TILE_N) * TILE_N, start)
-            masked_stop = tl.minimum(masked_stop, seen_by_all)
-            acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, q_position, qk_scale,
-                k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
-                start, masked_stop, key_lo, key_hi, window,
-                HAS_WINDOW, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
-            )  # fmt: skip
-            start = masked_stop
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, q_position, qk_scale,
-            k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
-            start, seen_by_all, key_lo, key_hi, window,
-            HAS_WINDOW, False, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
-        )  # fmt: skip
-        start = seen_by_all
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, q_position, qk_scale,
-        k_ptr, v_ptr, table_ptr, block_stride, slot_stride,
-        start, stop, key_lo, key_hi, window,
-        HAS_WINDOW, True, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
+        stop = tl.minimum(start + per_segment, stop)
+    acc, row_max, row_sum = _attend_rows(
+        q, first_position, last_position, qk_scale, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
+        table_ptr + seq.to(tl.int64) * table_stride, block_stride, start, stop, key_lo, window,
+        NUM_KV_HEADS * HEAD_DIM, GROUP, DECODE, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE_N,
     )  # fmt: skip
 
-    # Rows beyond the tokens may have seen no key; they are not stored, but must not divide by zero in the interpreter.
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    lse = row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
+    # Rows beyond the tokens may have seen no key. They are not stored, but should not divide by zero either.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc / row_sum[:, None]
+    lse = row_max + tl.log2(row_sum)
     target = q_row * NUM_HEADS + head
     if SPLIT:
         target = target * max_splits + split
