@@ -23,8 +23,8 @@ def test_a_model_is_explained_with_its_ledger(smollm2: ModelSource, capsys: pyte
     assert (finding["model"]["layers"], finding["model"]["kv_heads"], finding["model"]["context"]) == (30, 3, 8192)
     assert finding["engine"]["max_model_len"] == 4096
     memory = finding["memory_of_a_rank"]
-    # K and V, 30 layers, 3 heads of 64 floats of 4 bytes
-    assert memory["bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+    # K and V, 30 layers, 3 heads of 64 floats of 2 bytes
+    assert memory["bytes_per_token"] == 2 * 30 * 3 * 64 * 2
     assert memory["num_blocks"] == (400 << 20) // (memory["bytes_per_token"] * memory["block_size"])
     assert {row["what"] for row in memory["ledger"]} >= {"weights", "activations", "KV cache", "sum"}
 
@@ -33,11 +33,11 @@ def test_a_model_is_explained_with_its_ledger(smollm2: ModelSource, capsys: pyte
 def test_what_cannot_fit_is_refused_with_the_arithmetic(
     smollm2: ModelSource, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = {"kv_cache_memory": "100MiB", "max_model_len": 8192}
+    engine = {"kv_cache_memory": "50MiB", "max_model_len": 8192}
     assert main(["check", "smollm2-135m", "--engine", json.dumps(engine)]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "max_model_len=8192" in error
-    assert "512 blocks of 16 tokens x 46080 bytes" in error
+    assert "512 blocks of 16 tokens x 23040 bytes" in error
     assert "Set max_model_len to 2256 or less" in error
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.model_shards.weights.sources import ModelSource
 
 MIB, GIB = 1 << 20, 1 << 30
-BYTES_PER_TOKEN = 2 * 3 * 64 * 30 * 4
+BYTES_PER_TOKEN = 2 * 3 * 64 * 30 * 2
 MODEL = ModelConfig(
     family="llama", hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536,
     vocab_size=49152, max_position=8192, rms_eps=1e-5, rope_theta=1e5, tie_embeddings=True,
@@ -40,9 +40,9 @@ def test_unasked_the_pool_takes_an_eighth_of_the_memory() -> None:
     max_model_len, plan = plan_engine_memory(resolved(ram=8 * GIB), MODEL)
     assert max_model_len == 8192
     assert 0.99 * GIB < plan.kv_bytes <= GIB
-    max_model_len, plan = plan_engine_memory(resolved(ram=2 * GIB), MODEL)
+    max_model_len, plan = plan_engine_memory(resolved(ram=1 * GIB), MODEL)
     assert max_model_len == plan.num_tokens < 8192
-    assert plan_engine_memory(resolved(ram=2 * GIB, max_model_len=8192), MODEL)[1].full_sequences == 1
+    assert plan_engine_memory(resolved(ram=1 * GIB, max_model_len=8192), MODEL)[1].full_sequences == 1
 
 
 def test_no_more_is_taken_than_all_sequences_could_use() -> None:
