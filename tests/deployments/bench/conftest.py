@@ -25,7 +25,8 @@ class FakeServer:
     refuse: dict[str, str] = field(default_factory=dict)
     """Field name -> message: requests that carry the field get a 400."""
     fail_with: str | None = None
-    """An error event after the first token."""
+    """An error event after the first token, from request number `fail_from` on."""
+    fail_from: int = 0
     cut: bool = False
     """Close the stream without [DONE]."""
     has_tokenize: bool = True
@@ -82,7 +83,7 @@ class FakeServer:
             await asyncio.sleep(self.gap if number else self.first_delay)
             text = {"delta": {"content": "word "}} if chat else {"text": "word "}
             await event(choices=[{"index": 0, **text, "finish_reason": None}])
-            if self.fail_with is not None:
+            if self.fail_with is not None and len(self.seen) > self.fail_from:
                 await event(error={"message": self.fail_with, "type": "server_error"})
                 break
         await asyncio.sleep(self.tail_delay)
