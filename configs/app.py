@@ -23,16 +23,16 @@ class Section(BaseModel):
 class RequestLimits(Section):
     """What one HTTP request may ask for; more is a 4xx that names the field."""
 
-    max_body_bytes: int = Field(8 * MIB, gt=0)
-    max_json_depth: int = Field(32, ge=4, le=200)
-    max_messages: int = Field(4096, gt=0)
-    max_tools: int = Field(256, gt=0)
-    max_stop: int = Field(16, gt=0, le=16)
-    max_n: int = Field(64, gt=0, le=128)
-    max_prompts: int = Field(256, gt=0)
-    max_choices: int = Field(256, gt=0)
+    max_body_bytes: int = Field(default=8 * MIB, gt=0)
+    max_json_depth: int = Field(default=32, ge=4, le=200)
+    max_messages: int = Field(default=4096, gt=0)
+    max_tools: int = Field(default=256, gt=0)
+    max_stop: int = Field(default=16, gt=0, le=16)
+    max_n: int = Field(default=64, gt=0, le=128)
+    max_prompts: int = Field(default=256, gt=0)
+    max_choices: int = Field(default=256, gt=0)
     """Of one request: prompts times n."""
-    max_prompt_chars: int = Field(4 * MIB, gt=0)
+    max_prompt_chars: int = Field(default=4 * MIB, gt=0)
     """Of one prompt, after the chat template."""
 
 
@@ -40,27 +40,27 @@ class GatewayConfig(Section):
     """The HTTP side. Times are in seconds."""
 
     limits: RequestLimits = RequestLimits()
-    request_timeout_s: float = Field(1800.0, gt=0)
+    request_timeout_s: float = Field(default=1800.0, gt=0)
     """A request that runs longer is aborted and told so."""
-    progress_timeout_s: float = Field(60.0, gt=0)
+    progress_timeout_s: float = Field(default=60.0, gt=0)
     """An engine that has work and finishes no step for so long counts as hung: readiness goes, its streams end."""
-    heartbeat_s: float = Field(1.0, gt=0)
+    heartbeat_s: float = Field(default=1.0, gt=0)
     """Between two looks at the engine's health."""
-    write_timeout_s: float = Field(60.0, gt=0)
+    write_timeout_s: float = Field(default=60.0, gt=0)
     """A client that takes nothing off its socket for so long is treated as gone."""
-    keep_alive_s: float = Field(15.0, gt=0)
+    keep_alive_s: float = Field(default=15.0, gt=0)
     """A stream that waits for its next token sends an SSE comment this often, so that nothing between us and the
     client takes the silence for death."""
-    drain_s: float = Field(30.0, ge=0)
+    drain_s: float = Field(default=30.0, ge=0)
     """At shutdown, how long running requests may go on."""
-    max_ongoing_requests: int = Field(4096, gt=0)
+    max_ongoing_requests: int = Field(default=4096, gt=0)
     """Per gateway replica; the engine's own queue limits answer long before."""
 
 
 class TokenizerConfig(Section):
-    threads: int = Field(2, gt=0, le=64)
+    threads: int = Field(default=2, gt=0, le=64)
     """Rendering templates and encoding happen there, never on an event loop."""
-    max_pending: int = Field(1024, gt=0)
+    max_pending: int = Field(default=1024, gt=0)
     """Requests waiting for a thread; more are answered with 503."""
 
 
@@ -71,9 +71,9 @@ class GuardConfig(Section):
     """A file of regular expressions, one a line; see `guardrails/denylist.py`."""
     check_input: bool = True
     check_output: bool = True
-    max_hold_back_chars: int = Field(512, gt=0, le=65536)
+    max_hold_back_chars: int = Field(default=512, gt=0, le=65536)
     """How much of a stream may wait because it could still become a match; a longer candidate counts as one."""
-    timeout_ms: float = Field(50.0, gt=0)
+    timeout_ms: float = Field(default=50.0, gt=0)
     """Of one search; a pattern that takes longer blocks (fails closed) and is counted."""
 
 
@@ -85,9 +85,9 @@ class WiringConfig(Section):
     """Address on which a gateway receives tokens when the stages are separate; the shard groups connect to it."""
     allow_remote: bool = False
     """Must be true for a `data_plane_host` other than loopback."""
-    call_timeout_s: float = Field(30.0, gt=0)
+    call_timeout_s: float = Field(default=30.0, gt=0)
     """Of one unary call between stages."""
-    gateway_lease_s: float = Field(15.0, gt=0)
+    gateway_lease_s: float = Field(default=15.0, gt=0)
     """A shard group aborts the requests of a gateway that it has not heard of for so long."""
 
     @field_validator("data_plane_host")

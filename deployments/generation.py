@@ -125,14 +125,25 @@ class Generation:
                 message = f"The request ran longer than {self._config.request_timeout_s:g} s and was ended."
                 raise RequestTimeoutError(message)
             pending = await self._stream.next(min(left_s, self._config.keep_alive_s))
-            yield {choice: self._take(choice, delta) for choice, delta in pending.items() if choice in self._open}
+            failure: GenerationError | None = None
+            updates = {}
+            for choice, delta in pending.items():
+                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    failure = GenerationError(delta.error or "The request was ended by the server.")
+                    # What came before the failure is still the client's.
+                    delta = replace(delta, finish_reason=None)
+                if choice in self._open:
+                    updates[choice] = self._take(choice, delta)
+            if failure is None or any(delta.text for delta in updates.values()):
+                yield updates
+            if failure is not None:
+                raise failure
 
     def _take(self, choice: int, delta: RequestDelta) -> RequestDelta:
+        """Counts a delta and passes it through the rails."""
         self._counts.output[choice] = delta.num_output_tokens
         cached = self._counts.cached
         cached[delta.request_id] = max(cached.get(delta.request_id, 0), delta.num_cached_tokens)
-        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            raise GenerationError(delta.error or "The request was ended by the server.")
         guard = self._guards.get(choice)
         if guard is not None:
             delta = guard.apply(delta)

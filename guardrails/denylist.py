@@ -162,7 +162,7 @@ def _read_patterns(path: Path) -> dict[str, str]:
 
 # --- the dialect -------------------------------------------------------------------------------------------------
 
-_ELEMENT = regex.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\(\?.?|\{[^}]*\}?|.", regex.DOTALL)
+_ELEMENT = regex.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\(\?.?|\{[^}]*\}?|.", regex.DOTALL)
 """Splits a pattern into escapes, character classes, group heads, braces and single characters."""
 _COUNT = regex.compile(r"\{\d+(,\d*)?\}|\{,\d+\}")
 _ESCAPES = frozenset("bdDsSwWntrfvxuUpP")
@@ -186,7 +186,7 @@ def _problem(pattern: str) -> str | None:
     if len(pattern) > MAX_PATTERN_CHARS:
         return f"it is longer than {MAX_PATTERN_CHARS} characters"
     for element in _ELEMENT.findall(pattern):
-        if element.startswith("\\") and element[1:].isalnum() and element[1:] not in _ESCAPES:
+        if element.startswith("\\") and element[1].isalnum() and element[1] not in _ESCAPES:
             return f"{element} is not supported; of anchors and references only \\b is"
         if element.startswith("(?") and element != "(?:":
             return f"{element} is not supported; of groups (...) and (?:...) are"
