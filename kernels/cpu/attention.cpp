@@ -30,17 +30,45 @@ typedef std::uint64_t vq __attribute__((vector_size(VL * 4)));
 // at keys[u] and whose channel pairs are `pairs` keys apart. Every score is one chain of multiply-adds over the
 // channels in ascending order, whatever ROWS and U are; U is what keeps enough chains going.
 
+//
+// Pages lie scattered, which hardware prefetchers do not see through. So AHEAD, the first pass over a block's keys,
+// fetches the block's values and the next block's keys: a line of each for every line of keys.
+
+template <int U, class E>
+struct Ahead {
+    static constexpr int GROUPS_A_GRANULE = GRANULE / VL, LINES = sizeof(E) / 2;  // lines of a granule's channel pair
+    const E* const *values, *const *keys;  // of each granule
+
+    SHOAL_INLINE void fetch(i64 d, i64 pairs) const {
+        for (int n = 0; n < (U + GROUPS_A_GRANULE - 1) / GROUPS_A_GRANULE; n++)
+            for (int line = 0; line < LINES; line++) {
+                __builtin_prefetch(values[n] + d * GRANULE + line * 64 / sizeof(E));
+                __builtin_prefetch(keys[n] + d * pairs + line * 64 / sizeof(E));
+            }
+    }
+};
+
 // bfloat16: 32 bits are a key's pair; the two halves are multiplied apart and one lane is one key.
-template <int ROWS, int U>
-SHOAL_INLINE void score(const float* q, i64 dim, const std::uint16_t* const* keys, i64 pairs, float* scores) {
+template <int ROWS, int U, bool AHEAD>
+SHOAL_INLINE void score(const float* q, i64 dim, const std::uint16_t* const* keys, i64 pairs, float* scores,
+                        Ahead<U, std::uint16_t> ahead) {
     vf acc[ROWS][U] = {};
-    for (i64 d = 0; d < dim; d += 2)
-        for (int u = 0; u < U; u++) {
-            vu pair = load(reinterpret_cast<const std::uint32_t*>(keys[u]) + d / 2 * pairs);
-            vf even = low_half(pair), odd = high_half(pair);
-            for (int r = 0; r < ROWS; r++) acc[r][u] += even * q[r * dim + d];
-            for (int r = 0; r < ROWS; r++) acc[r][u] += odd * q[r * dim + d + 1];
+    // Enough rows share one widening of all groups; few rows widen one group at a time, to have registers for more.
+    constexpr int AT_ONCE = ROWS >= ROW_BLOCK ? U : 1;
+    for (i64 d = 0; d < dim; d += 2) {
+        if (AHEAD) ahead.fetch(d, pairs);
+        for (int first = 0; first < U; first += AT_ONCE) {
+            vf even[AT_ONCE], odd[AT_ONCE];
+            for (int u = 0; u < AT_ONCE; u++) {
+                vu pair = load(reinterpret_cast<const std::uint32_t*>(keys[first + u]) + d / 2 * pairs);
+                even[u] = low_half(pair), odd[u] = high_half(pair);
+            }
+            for (int r = 0; r < ROWS; r++) {
+                for (int u = 0; u < AT_ONCE; u++) acc[r][first + u] += even[u] * q[r * dim + d];
+                for (int u = 0; u < AT_ONCE; u++) acc[r][first + u] += odd[u] * q[r * dim + d + 1];
+            }
         }
+    }
     for (int r = 0; r < ROWS; r++)
         for (int u = 0; u < U; u++) store(scores + r * KEYS + u * VL, acc[r][u]);
 }
@@ -56,10 +84,12 @@ SHOAL_INLINE vf pairwise_sum(vf a, vf b) {
 }
 
 // fp32: two lanes are a key's pair; they are added at the end.
-template <int ROWS, int U>
-SHOAL_INLINE void score(const float* q, i64 dim, const float* const* keys, i64 pairs, float* scores) {
+template <int ROWS, int U, bool AHEAD>
+SHOAL_INLINE void score(const float* q, i64 dim, const float* const* keys, i64 pairs, float* scores,
+                        Ahead<U, float> ahead) {
     vf acc[ROWS][U][2] = {};
-    for (i64 d = 0; d < dim; d += 2)
+    for (i64 d = 0; d < dim; d += 2) {
+        if (AHEAD) ahead.fetch(d, pairs);
         for (int u = 0; u < U; u++) {
             const float* at = keys[u] + d * pairs;
             vf first = load(at), second = load(at + VL);
@@ -70,6 +100,7 @@ SHOAL_INLINE void score(const float* q, i64 dim, const float* const* keys, i64 p
                 acc[r][u][0] += first * pair, acc[r][u][1] += second * pair;
             }
         }
+    }
     for (int r = 0; r < ROWS; r++)
         for (int u = 0; u < U; u++) store(scores + r * KEYS + u * VL, pairwise_sum(acc[r][u][0], acc[r][u][1]));
 }
@@ -153,20 +184,35 @@ struct Attention {
         if constexpr (N > 1) by_rows<N - 1>(count, fn, row);
     }
 
-    // Scores of the keys [begin, end) of the block at `base`. What else of the block is computed is masked later.
-    void scores_of(const Tile& t, const float* queries, i64 base, i64 begin, i64 end, float* scores) const {
-        constexpr int GROUPS = KEYS / VL;
-        const E* keys[GROUPS];
-        for (int g = 0; g < GROUPS; g++) {
-            // A group that is not wanted may share a register tile with others: it reads a granule that exists.
-            i64 granule = std::clamp(base + g * VL, begin / GRANULE * GRANULE, (end - 1)) / GRANULE * GRANULE;
-            keys[g] = page(k, t, granule) + (granule % s.block_size + g * VL % GRANULE) * 2;
+    // Where the keys (values) of the granule with this position lie.
+    const E* keys_at(const Tile& t, i64 position) const { return page(k, t, position) + position % s.block_size * 2; }
+    const E* values_at(const Tile& t, i64 position) const {
+        return page(v, t, position) + position % s.block_size * s.dim;
+    }
+
+    // Scores of the keys [begin, end) of the block at `base`, of `to` keys in all, and where the block's values lie.
+    // What else of the block is computed is masked later.
+    void scores_of(const Tile& t, const float* queries, i64 base, i64 begin, i64 end, i64 to, float* scores,
+                   const E** values) const {
+        constexpr int GROUPS = KEYS / VL, A_GRANULE = GRANULE / VL;
+        const E *keys[GROUPS], *next[KEYS / GRANULE];
+        for (i64 g = 0; g < KEYS / GRANULE; g++) {
+            // A granule that is not wanted may share a register tile with others: one that exists is read instead.
+            i64 at = std::clamp(base / GRANULE + g, begin / GRANULE, (end - 1) / GRANULE) * GRANULE;
+            for (int i = 0; i < A_GRANULE; i++) keys[g * A_GRANULE + i] = keys_at(t, at) + i * VL * 2;
+            values[g] = values_at(t, at);
+            next[g] = keys_at(t, std::min(base + KEYS + g * GRANULE, (to - 1) / GRANULE * GRANULE));
         }
         int first = (begin - base) / VL, last = (end - base + VL - 1) / VL;
         by_rows(rows(t), [&](i64 r, auto n) {
             constexpr int U = fitting(n * int(sizeof(E) / 2), GROUPS);
-            for (int g = first / U * U; g < last; g += U)
-                score<n, U>(queries + r * s.dim, s.dim, keys + g, s.block_size, scores + r * KEYS + g * VL);
+            const float* q_rows = queries + r * s.dim;
+            for (int g = first / U * U; g < last; g += U) {
+                float* to_scores = scores + r * KEYS + g * VL;
+                Ahead<U, E> ahead{values + g / A_GRANULE, next + g / A_GRANULE};
+                if (r == 0) score<n, U, true>(q_rows, s.dim, keys + g, s.block_size, to_scores, ahead);
+                else score<n, U, false>(q_rows, s.dim, keys + g, s.block_size, to_scores, ahead);
+            }
         });
     }
 
@@ -176,25 +222,26 @@ struct Attention {
         for (int i = 0; i < VL; i++) index[i] = static_cast<float>(i);
         for (i64 r = 0; r < rows(t); r++) {
             i64 position = t.position + r / group();
-            float hi = static_cast<float>(std::clamp<i64>(position + 1 - base, 0, KEYS));
-            float lo = static_cast<float>(s.window ? std::clamp<i64>(position + 1 - s.window - base, 0, KEYS) : 0);
+            i64 hi = std::clamp<i64>(position + 1 - base, 0, KEYS);
+            i64 lo = s.window ? std::clamp<i64>(position + 1 - s.window - base, 0, KEYS) : 0;
             float* row = scores + r * KEYS;
-            vf top = splat(p.peak[r]), values[KEYS / VL];
-            for (int j = 0; j < KEYS / VL; j++) {
-                vf at = index + static_cast<float>(j * VL);
-                vf x = load(row + j * VL);
-                values[j] = x = at >= lo ? (at < hi ? x : splat(-INFINITY)) : splat(-INFINITY);
-                top = maximum(top, x);
-            }
+            if (lo > 0 || hi < KEYS)  // not all of the block is visible
+                for (int j = 0; j < KEYS / VL; j++) {
+                    vf at = index + static_cast<float>(j * VL), x = load(row + j * VL);
+                    x = at < static_cast<float>(hi) ? x : splat(-INFINITY);
+                    store(row + j * VL, at >= static_cast<float>(lo) ? x : splat(-INFINITY));
+                }
+            vf top = splat(p.peak[r]);
+            for (int j = 0; j < KEYS / VL; j++) top = maximum(top, load(row + j * VL));
             float peak = largest(top), from = peak == -INFINITY ? 0.0f : peak;
-            shrink[r] = exp2(splat(p.peak[r] - from))[0];
-            p.peak[r] = peak;
             vf sums{};
             for (int j = 0; j < KEYS / VL; j++) {
-                vf x = exp2(values[j] - from);
+                vf x = exp2(load(row + j * VL) - from);
                 sums += x;
                 store(row + j * VL, x);
             }
+            shrink[r] = exp2(splat(p.peak[r] - from))[0];
+            p.peak[r] = peak;
             p.total[r] = p.total[r] * shrink[r] + sum(sums);
         }
     }
@@ -249,24 +296,15 @@ struct Attention {
         float* shrink = scores + rows(t) * KEYS;
         i64 seen = s.window ? std::max<i64>(0, t.position + 1 - s.window) : 0;
         i64 from = std::max(index * SEGMENT, seen), to = std::min((index + 1) * SEGMENT, t.position + t.tokens);
+        const E* values[KEYS / GRANULE];
         for (i64 base = from / KEYS * KEYS; base < to; base += KEYS) {
             i64 begin = std::max(base, from), end = std::min(base + KEYS, to);
-            scores_of(t, queries, base, begin, end, scores);
-            const E* values[KEYS / GRANULE] = {};
-            for (i64 at = begin / GRANULE * GRANULE; at < end; at += GRANULE) {
-                values[(at - base) / GRANULE] = page(v, t, at) + at % s.block_size * s.dim;
-                prefetch(values[(at - base) / GRANULE]);
-            }
+            scores_of(t, queries, base, begin, end, to, scores, values);
             softmax(t, base, p, scores, shrink);
             by_rows(rows(t), [&](i64 r, auto n) {
                 accumulate<n>(values, begin - base, end - base, scores + r * KEYS, shrink + r, p.acc + r * s.dim);
             });
         }
-    }
-
-    void prefetch(const E* values) const {
-        const char* at = reinterpret_cast<const char*>(values);
-        for (i64 i = 0; i < GRANULE * s.dim * i64(sizeof(E)); i += 64) __builtin_prefetch(at + i);
     }
 
     void finish(const Tile& t, const Partial& p) const {
