@@ -11,6 +11,9 @@ from shoal.model_shards.engine.sequence import Sequence, SequenceStatus
 
 Key = tuple[float, ...]
 
+_FINISHED_KEPT = 64
+"""So many finished sequences do not make a sweep of the waiting queue worth while."""
+
 
 class Policy(ABC):
     """Pure order over sequences. Keys are unique (they end in the sequence id) and never change while it lives."""
@@ -56,7 +59,8 @@ def make_policy(name: str) -> Policy:
 
 class WaitingQueue:
     """Sequences not running (new or preempted), best first. Removal is lazy: a finished one is skipped when it comes
-    to the top, so an abort costs nothing here."""
+    to the top, so an abort costs next to nothing. Some never come there (the worst, while better ones keep coming), so
+    the finished ones are swept out when they are the most."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -86,3 +90,6 @@ class WaitingQueue:
         """The sequence, still queued, was just finished."""
         assert sequence.status is SequenceStatus.FINISHED
         self._count -= 1
+        if len(self._heap) > 2 * self._count + _FINISHED_KEPT:
+            self._heap = [entry for entry in self._heap if entry[1].status is not SequenceStatus.FINISHED]
+            heapq.heapify(self._heap)

@@ -94,6 +94,8 @@ class Scheduler:
         """Sequences that the ranks still know and must forget with the next plan."""
         self._stuck: tuple[int, int] | None = None
         """(waiting sequence, free blocks) of the last failed admission: no use in trying again with no more blocks."""
+        self._new_prefixes = False
+        """Prefills have filled blocks since then: now the one that failed may share them and so need fewer."""
         self._next_seq_id = 0
 
     # What others ask ------------------------------------------------------------------------------------------------
@@ -230,11 +232,15 @@ class Scheduler:
     def _fork(self, plan: StepPlan, step: _InFlight, budget: StepBudget) -> None:
         """Held samples share the prompt once it is computed in earlier steps. All but its last token: that one the
         child computes again, for the logits it draws from. The copy of a partly filled tail block runs before the
-        chunks of this step, and after the parent's prefill, which is in an earlier one."""
+        chunks of this step, and after the parent's prefill, which is in an earlier one. A child takes neither seat
+        nor room from a waiting sequence that comes before it."""
+        first = self._waiting.peek()
         for parent in list(self._running):
             shared = parent.num_prompt_tokens - 1
             while parent.held and parent.num_computed_tokens >= shared and budget.tokens > 0 and budget.seats > 0:
                 child = parent.held[0]
+                if first is not None and self._policy.key(first) < self._policy.key(child):
+                    return
                 if self.kv.num_free_blocks < len(self._running) + 2:
                     return
                 copies = self.kv.fork(parent.seq_id, child.seq_id, shared)
@@ -260,7 +266,8 @@ class Scheduler:
         ever. One is admitted only when its whole known length fits and every running sequence could still grow by a
         block: a prefill never stops half-way, and what was just preempted does not come back to be preempted again."""
         while budget.tokens > 0 and budget.seats > 0 and (sequence := self._waiting.peek()) is not None:
-            if self._is_stuck(sequence) or budget.grant(len(sequence.token_ids)) == 0:
+            hopeless = self._is_stuck(sequence) and not self._new_prefixes
+            if hopeless or budget.grant(len(sequence.token_ids)) == 0:
                 return
             seq_id, free_before = sequence.seq_id, self.kv.num_free_blocks
             salt, use_cache = sequence.request.cache_salt, not sequence.wants_prompt_logprobs
@@ -269,7 +276,7 @@ class Scheduler:
             blocks = self.kv.allocate(seq_id, len(sequence.token_ids))
             if blocks is None or self.kv.num_free_blocks < len(self._running):
                 self.kv.free(seq_id)
-                self._stuck = (seq_id, free_before)
+                self._stuck, self._new_prefixes = (seq_id, free_before), False
                 return
             self._waiting.pop()
             self._run(sequence, cached, introduced, plan, budget)
@@ -315,6 +322,7 @@ class Scheduler:
         end = chunk.start + chunk.num_tokens
         if end // self.kv.block_size > chunk.start // self.kv.block_size:
             self.kv.commit(sequence.seq_id, sequence.token_ids, end)
+            self._new_prefixes |= chunk.num_tokens > 1
         update = SequenceUpdate(sequence)
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs += output.prompt_logprobs.get(sequence.seq_id, [])
