@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.configs.errors import (
     ContextLengthError,
@@ -62,7 +64,9 @@ class AdmissionGate:
         self._live: set[str] = set()
         self._waiting_sequences = 0
         self._waiting_tokens = 0
-        self._closed: ShoalError | None = None
+        self._closed: Callable[[], ShoalError] | None = None
+        """Makes the error for whoever comes now. A new one each time: one that is raised again and again keeps the
+        frames, and so the requests, of all whom it was raised for."""
         self.prompt_tokens_per_s = 0.0
         """Recent speed of prefill, for the Retry-After hint; 0: not known yet."""
 
@@ -80,7 +84,7 @@ class AdmissionGate:
         prompt, samples = len(request.prompt_token_ids), request.sampling.n
         with self._lock:
             if self._closed is not None:
-                raise self._closed
+                raise self._closed()
             if request.request_id in self._live:
                 raise InvalidRequestError(f"Request id {request.request_id!r} is in use.", param="request_id")
             # An empty queue takes any request that the engine can serve, so that no limit can refuse one for ever.
@@ -121,14 +125,18 @@ class AdmissionGate:
 
     def close_for_shutdown(self) -> None:
         with self._lock:
-            self._closed = self._closed or OverloadedError("The server is shutting down.", retry_after_s=5.0)
+            self._closed = self._closed or _shutting_down
 
     def close_for_death(self, reason: str) -> None:
         with self._lock:
-            self._closed = EngineDeadError(reason)
+            self._closed = partial(EngineDeadError, reason)
 
     def _retry_after(self) -> float:
         """About the time that the present queue takes to prefill, between 1 and 60 seconds."""
         if self.prompt_tokens_per_s <= 0:
             return 1.0
         return min(_LONGEST_RETRY_S, max(1.0, self._waiting_tokens / self.prompt_tokens_per_s))
+
+
+def _shutting_down() -> ShoalError:
+    return OverloadedError("The server is shutting down.", retry_after_s=5.0)

@@ -163,8 +163,9 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """False when the engine has stopped, and when it has work but no step has ended for the step timeout."""
-        if self._dead is not None or not self._thread.is_alive():
+        """False when the engine or its ranks have stopped, and when it has work but no step has ended for the step
+        timeout."""
+        if self._dead is not None or self._executor.failure is not None or not self._thread.is_alive():
             return False
         return not self._steps or self._clock() - self.last_step_time < self._settings.step_timeout_s
 
@@ -286,5 +287,14 @@ class Engine:
         self._steps.clear()
         self._updates.clear()
         while not self._inbox.empty():
-            self._inbox.get()()
-        self._end_all(self._dead)
+            self._attempt(self._inbox.get())
+        self._attempt(self._scheduler.abort_all)
+        self._attempt(partial(self._output.end_all, self._dead))
+        self._attempt(self._output.deliver)
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """For a dead engine: what broke it may have left its state broken too, and still every sink must be told."""
+        try:
+            work()
+        except Exception:
+            logger.exception("The engine's state is broken.")

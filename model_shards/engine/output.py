@@ -82,8 +82,8 @@ class OutputProcessor:
         self._open[sequences[0].request.request_id] = len(sequences)
 
     def process(self, updates: list[SequenceUpdate]) -> list[int]:
-        """Delivers what a committed step gave. Returns the sequences that a stop string (or a broken sink) ended: the
-        scheduler must finish them."""
+        """Delivers what a committed step gave. Returns the sequences that a stop string (or a broken sink or tokenizer)
+        ended: the scheduler must finish them."""
         now = self._clock()
         gaps: list[float] = []
         ended = []
@@ -126,7 +126,25 @@ class OutputProcessor:
     # One sequence ---------------------------------------------------------------------------------------------------
 
     def _advance(self, stream: _Stream, update: SequenceUpdate, now: float) -> bool:
-        """True when a stop string ended the sequence that the scheduler still thinks alive."""
+        """True when the sequence is over (a stop string) and the scheduler still thinks it alive."""
+        try:
+            piece = self._read(stream, update)
+        except Exception as error:  # a fault of the tokenizer with these tokens: the other sequences go on
+            logger.exception("A token of request %s could not be made text.", stream.request.request_id)
+            reason = f"A token could not be made text ({type(error).__name__})."
+            self._close(stream, Piece(), _Ending(FinishReason.ERROR, error=reason), now)
+            return update.finish_reason is None
+        if piece.stop is not None:
+            self._close(stream, piece, _Ending(FinishReason.STOP, piece.stop), now)
+            return update.finish_reason is None
+        if update.finish_reason is not None:
+            self._close(stream, piece, _Ending(update.finish_reason, update.stop_token_id, update.error), now)
+        elif piece.token_ids or self._prompt_logprobs_ready(stream):
+            self._delta(stream, piece)
+        return False
+
+    def _read(self, stream: _Stream, update: SequenceUpdate) -> Piece:
+        """The text that the update completes; all that is left when it is the last one."""
         piece = Piece()
         last = len(update.token_ids) - 1
         for position, token_id in enumerate(update.token_ids):
@@ -134,14 +152,10 @@ class OutputProcessor:
             shown = update.stop_token_id is not None and stream.request.sampling.include_stop_str_in_output
             piece.extend(stream.detokenizer.feed(token_id, update.logprobs[position], hidden=ends and not shown))
             if piece.stop is not None:
-                self._close(stream, piece, _Ending(FinishReason.STOP, piece.stop), now)
-                return update.finish_reason is None
+                return piece
         if update.finish_reason is not None:
             piece.extend(stream.detokenizer.flush())
-            self._close(stream, piece, _Ending(update.finish_reason, update.stop_token_id, update.error), now)
-        elif piece.token_ids or self._prompt_logprobs_ready(stream):
-            self._delta(stream, piece)
-        return False
+        return piece
 
     def _delta(self, stream: _Stream, piece: Piece) -> RequestDelta:
         """Puts a delta into the sink's outbox."""

@@ -173,7 +173,7 @@ def test_a_live_request_id_cannot_be_used_twice(kit: ModuleType, make: Make) -> 
 def test_the_waiting_queue_is_bounded_by_requests_and_by_prompt_tokens(kit: ModuleType, make: Make) -> None:
     engine, sink = make(hold=True, max_num_seqs=1, limits=AdmissionLimits(3, 40)), kit.Collector()
     engine.submit(kit.make_request("running", [1]), sink)
-    wait_until(lambda: engine.stats().num_running == 1)
+    wait_until(lambda: engine.stats().num_running == 1 and engine.stats().waiting_prompt_tokens == 0)
     engine.submit(kit.make_request("long", [1] * 38), sink)
     with pytest.raises(OverloadedError, match="38 prompt tokens") as caught:
         engine.submit(kit.make_request("b", [1] * 3), sink)
