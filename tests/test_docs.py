@@ -69,8 +69,9 @@ def test_the_limits_in_the_documents_are_the_defaults() -> None:
     limits = RequestLimits()
     stated = (
         f"body {limits.max_body_bytes >> 20} MiB, JSON depth {limits.max_json_depth}, "
-        f"{limits.max_messages:,} messages, {limits.max_tools} tools, {limits.max_stop} stop strings, `n` {limits.max_n}, "
-        f"{limits.max_prompts} prompts, {limits.max_choices} choices (prompts times `n`), {limits.max_prompt_chars >> 20} Mi characters a prompt"
+        f"{limits.max_messages:,} messages, {limits.max_tools} tools, {limits.max_stop} stop strings, "
+        f"`n` {limits.max_n}, {limits.max_prompts} prompts, {limits.max_choices} choices (prompts times `n`), "
+        f"{limits.max_prompt_chars >> 20} Mi characters a prompt"
     )
     assert stated in text
 
