@@ -39,7 +39,7 @@ def decode(message: bytes) -> list[RequestDelta]:
     """Raises ValueError for what `encode` did not write."""
     try:
         return [RequestDelta.from_wire(wire) for wire in msgpack.unpackb(message)]
-    except (TypeError, KeyError, msgpack.exceptions.UnpackException, msgpack.exceptions.ExtraData) as error:
+    except (TypeError, ValueError, KeyError, msgpack.exceptions.UnpackException) as error:
         raise ValueError(f"not a message of deltas: {error}") from error
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from shoal.configs.app import GatewayConfig
 from shoal.deployments.http.errors import GenerationError, RequestTimeoutError
 from shoal.deployments.protocol.responses import Usage, make_usage
-from shoal.deployments.streams import RequestStream, StreamHub
+from shoal.deployments.streams import RequestStream, StreamHub, merge
 from shoal.guardrails.pipeline import GuardedText, RailPipeline
 from shoal.guardrails.verdicts import Verdict
 from shoal.model_shards.engine.plan import TokenLogprobs
@@ -125,21 +125,30 @@ class Generation:
                 message = f"The request ran longer than {self._config.request_timeout_s:g} s and was ended."
                 raise RequestTimeoutError(message)
             pending = await self._stream.next(min(left_s, self._config.keep_alive_s))
-            failure: GenerationError | None = None
-            updates = {}
-            for choice, delta in pending.items():
-                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                    failure = GenerationError(delta.error or "The request was ended by the server.")
-                    # What came before the failure is still the client's.
-                    delta = replace(delta, finish_reason=None)
-                if choice in self._open:
-                    updates[choice] = self._take(choice, delta)
+            updates, failure = self._take(pending)
             if failure is None or any(delta.text for delta in updates.values()):
+                # What came before a failure is still the client's.
                 yield updates
             if failure is not None:
                 raise failure
 
-    def _take(self, choice: int, delta: RequestDelta) -> RequestDelta:
+    def _take(
+        self, pending: dict[int, list[RequestDelta]]
+    ) -> tuple[dict[int, RequestDelta], GenerationError | None]:
+        """What the client gets of these deltas, one a choice, and the error that ends everything after it."""
+        updates: dict[int, RequestDelta] = {}
+        failure = None
+        for choice, deltas in pending.items():
+            for delta in deltas:
+                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    failure = GenerationError(delta.error or "The request was ended by the server.")
+                    delta = replace(delta, finish_reason=None)
+                if choice in self._open:
+                    shown = self._pass(choice, delta)
+                    updates[choice] = merge(updates[choice], shown) if choice in updates else shown
+        return updates, failure
+
+    def _pass(self, choice: int, delta: RequestDelta) -> RequestDelta:
         """Counts a delta and passes it through the rails."""
         self._counts.output[choice] = delta.num_output_tokens
         cached = self._counts.cached

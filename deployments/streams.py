@@ -16,17 +16,21 @@ class RequestStream:
     """The deltas of one HTTP request (one or more engine requests), merged while nobody reads.
 
     A reader that lags finds, for each choice, one larger delta instead of a queue: memory is bounded by the text of
-    the answer itself, and a slow client costs fewer chunks, not more.
+    the answer itself, and a slow client costs fewer chunks, not more. Deltas with logprobs stay apart, because the
+    output rails must know which text each logprob belongs to.
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, RequestDelta] = {}
+        self._pending: dict[int, list[RequestDelta]] = {}
         self._error: ShoalError | None = None
         self._wake = asyncio.Event()
 
     def push(self, choice: int, delta: RequestDelta) -> None:
-        earlier = self._pending.get(choice)
-        self._pending[choice] = delta if earlier is None else merge(earlier, delta)
+        pending = self._pending.setdefault(choice, [])
+        if pending and not delta.logprobs:
+            pending[-1] = merge(pending[-1], delta)
+        else:
+            pending.append(delta)
         self._wake.set()
 
     def fail(self, error: ShoalError) -> None:
@@ -34,7 +38,7 @@ class RequestStream:
         self._error = error
         self._wake.set()
 
-    async def next(self, timeout_s: float) -> dict[int, RequestDelta]:
+    async def next(self, timeout_s: float) -> dict[int, list[RequestDelta]]:
         """What came since the last call, by choice; empty after `timeout_s` without anything. Raises the error that
         ended the stream."""
         if not self._wake.is_set():

@@ -29,6 +29,7 @@ def create_app(service: GatewayService, version: str) -> ASGIApp:
         add(app, service)
     app.add_exception_handler(ShoalError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(Exception, _on_error)
     return RequestMiddleware(app, service.metrics)
 
 

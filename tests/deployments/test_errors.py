@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -184,9 +185,9 @@ async def test_a_full_queue_is_503_with_retry_after(start_server: Any) -> None:
     script = {"default": {"pieces": ["a"], "eos": False, "delay_ms": 20}}
     engine = {"max_num_seqs": 1, "max_waiting_requests": 1}
     async with start_server(script, engine=engine) as server:
-        import asyncio
-
-        running = [asyncio.create_task(server.complete("x", max_tokens=60)) for _ in range(2)]
+        running = [asyncio.create_task(server.complete("x", max_tokens=100))]
+        await server.wait_for(lambda: _is_one(server, "shoal_sequences_running"))
+        running.append(asyncio.create_task(server.complete("x", max_tokens=1)))
         await server.wait_for(lambda: _is_one(server, "shoal_sequences_waiting"))
         for stream in (False, True):
             response = await server.complete("x", max_tokens=1, stream=stream)

@@ -1,0 +1,109 @@
+"""Merging of deltas, and the choice that a rail guards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from shoal.configs.errors import EngineDeadError
+from shoal.deployments.generation import GuardedChoice
+from shoal.deployments.streams import LoopSink, RequestStream, StreamHub, merge
+from shoal.guardrails.denylist import DenyList
+from shoal.guardrails.pipeline import RailPipeline
+from shoal.model_shards.engine.plan import TokenLogprobs
+from shoal.model_shards.engine.request import FinishReason, RequestDelta
+
+
+def delta(text: str, *, index: int = 0, done: bool = False, request: str = "r") -> RequestDelta:
+    entry = TokenLogprobs(len(text), -1.0, 1, [])
+    return RequestDelta(
+        request, index, text, [len(text)], [entry], FinishReason.STOP if done else None, num_output_tokens=1
+    )
+
+
+def test_two_deltas_merge_to_what_both_say() -> None:
+    merged = merge(delta("ab"), delta("cde", done=True))
+    assert (merged.text, merged.token_ids, merged.finish_reason) == ("abcde", [2, 3], FinishReason.STOP)
+    assert len(merged.logprobs) == 2
+
+
+async def test_a_reader_that_lags_finds_one_delta_a_choice() -> None:
+    stream = RequestStream()
+    for word in ("a", "b", "c"):
+        stream.push(0, RequestDelta("r", 0, word))
+        stream.push(1, RequestDelta("r", 1, word.upper()))
+    assert {choice: [item.text for item in items] for choice, items in (await stream.next(1.0)).items()} == {
+        0: ["abc"],
+        1: ["ABC"],
+    }
+    assert await stream.next(0.01) == {}
+
+
+async def test_deltas_with_logprobs_stay_apart() -> None:
+    stream = RequestStream()
+    for word in ("a", "bc"):
+        stream.push(0, delta(word))
+    assert [item.text for item in (await stream.next(1.0))[0]] == ["a", "bc"]
+
+
+async def test_an_error_comes_after_what_had_arrived() -> None:
+    stream = RequestStream()
+    stream.push(0, delta("a"))
+    stream.fail(EngineDeadError("gone"))
+    assert (await stream.next(1.0))[0][0].text == "a"
+    with pytest.raises(EngineDeadError):
+        await stream.next(1.0)
+
+
+async def test_the_hub_drops_what_nobody_waits_for() -> None:
+    hub, stream = StreamHub(), RequestStream()
+    hub.add("r", stream, first_choice=4)
+    hub.dispatch([delta("x", request="unknown"), delta("y", index=1)])
+    assert list(await stream.next(1.0)) == [5]
+    assert not hub.idle.is_set()
+    hub.remove("r")
+    assert hub.idle.is_set()
+
+
+async def test_steps_from_another_thread_arrive_in_order() -> None:
+    hub, stream = StreamHub(), RequestStream()
+    hub.add("r", stream, 0)
+    sink = LoopSink(hub, asyncio.get_running_loop())
+
+    def engine() -> None:
+        for step in range(500):
+            sink.deliver([delta(f"{step},", done=step == 499)])
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    text = ""
+    while True:
+        updates = (await stream.next(5.0))[0]
+        text += "".join(update.text for update in updates)
+        if updates[-1].finish_reason is not None:
+            break
+    thread.join()
+    assert text == "".join(f"{step}," for step in range(500))
+
+
+@pytest.mark.parametrize("whole_deltas", [False, True])
+def test_tokens_wait_with_their_text(whole_deltas: bool) -> None:
+    rails = RailPipeline([DenyList({"w": "kumquat"})])
+    choice = GuardedChoice(rails.open_stream(), whole_deltas=whole_deltas)
+    first = choice.apply(delta("a ku"))
+    assert (first.text, first.token_ids) == (("", []) if whole_deltas else ("a ", []))
+    second = choice.apply(delta("rd", done=True))
+    assert first.text + second.text == "a kurd"
+    assert second.token_ids == ([4, 2] if whole_deltas else [])
+    assert len(second.logprobs) == len(second.token_ids)
+
+
+def test_a_block_takes_the_logprobs_of_the_word_with_it() -> None:
+    rails = RailPipeline([DenyList({"w": "kumquat"})])
+    choice = GuardedChoice(rails.open_stream(), whole_deltas=True)
+    outs = [choice.apply(delta(text)) for text in ("a ", "kum", "quat", "!")]
+    assert [out.text for out in outs] == ["a ", "", "", ""]
+    assert [len(out.logprobs) for out in outs] == [1, 0, 0, 0]
+    assert outs[-1].finish_reason is FinishReason.CONTENT_FILTER
