@@ -96,7 +96,8 @@ class LLM:
         has `finish_reason` error and the reason; the others are not touched by it.
         """
         listed = _as_list(prompts)
-        encoded = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in listed]
+        # Ids may come from an array; what goes to other processes must be plain integers.
+        encoded = [self.tokenizer.encode(p) if isinstance(p, str) else [int(token) for token in p] for p in listed]
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return self._run(texts, encoded, _for_each(sampling_params, len(encoded)), use_progress_bar)
 

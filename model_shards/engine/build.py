@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.kvcache.planner import MemoryPlan, MemoryRequest
     from shoal.model_shards.executor.base import Executor
     from shoal.model_shards.models.config import ModelConfig
+    from shoal.model_shards.runner.settings import RunnerSettings
     from shoal.model_shards.tokenizer.tokenizer import Tokenizer
     from shoal.model_shards.weights.sources import ModelSource
 
@@ -129,9 +130,10 @@ def _real(settings: ResolvedEngine) -> _Parts:
     logger.info("memory of one rank for %s:\n%s", source.name, plan.render())
     # The tokenizer before the weights: it is the quicker one to find something wrong.
     tokenizer = load_tokenizer(source)
+    runner = _runner_settings(settings, source, max_model_len, plan.num_blocks, tokenizer.eos_token_ids)
     return _Parts(
         name=source.name,
-        executor=_make_executor(settings, source, max_model_len, plan.num_blocks),
+        executor=_make_executor(runner, settings.step_timeout_s),
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         num_blocks=plan.num_blocks,
@@ -206,14 +208,14 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig) -> MemoryReque
     )
 
 
-def _make_executor(settings: ResolvedEngine, source: ModelSource, max_model_len: int, num_blocks: int) -> Executor:
+def _runner_settings(
+    settings: ResolvedEngine, source: ModelSource, max_model_len: int, num_blocks: int, eos_token_ids: tuple[int, ...]
+) -> RunnerSettings:
     import torch
 
-    from shoal.model_shards.executor.local import LocalExecutor
-    from shoal.model_shards.executor.multiprocess import MultiprocessExecutor
     from shoal.model_shards.runner.settings import RunnerSettings
 
-    runner = RunnerSettings(
+    return RunnerSettings(
         model=source,
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
@@ -227,10 +229,17 @@ def _make_executor(settings: ResolvedEngine, source: ModelSource, max_model_len:
         num_threads=settings.num_threads,
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
+        eos_token_ids=eos_token_ids,
     )
-    if settings.world_size == 1:
-        return LocalExecutor(runner)
-    return MultiprocessExecutor(runner, step_timeout_s=settings.step_timeout_s)
+
+
+def _make_executor(runner: RunnerSettings, step_timeout_s: float) -> Executor:
+    from shoal.model_shards.executor.local import LocalExecutor
+    from shoal.model_shards.executor.multiprocess import MultiprocessExecutor
+
+    return (
+        LocalExecutor(runner) if runner.world_size == 1 else MultiprocessExecutor(runner, step_timeout_s=step_timeout_s)
+    )
 
 
 def _namespace(settings: ResolvedEngine, source: ModelSource) -> bytes:

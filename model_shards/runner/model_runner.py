@@ -42,7 +42,7 @@ class ModelRunner:
             self.model.ops.layout, settings.block_size, heads.num_kv_heads, self.config.head_dim, settings.kv_dtype
         )
         self.pages = [page.allocate(settings.num_blocks, self.device) for _ in self.model.stage.layers]
-        self._sampler = Sampler(self.config.eos_token_ids)
+        self._sampler = Sampler(tuple({*self.config.eos_token_ids, *settings.eos_token_ids}))
         self._rows_per_piece = max_logit_rows(self.config.vocab_size)
         self._unreceived: deque[list[LiveSequence]] = deque()
 
@@ -92,7 +92,7 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> Iterator[tuple[slice, torch.Tensor | None]]:
         """(which of `rows`, their logits) in pieces of bounded size; None for logits on ranks that do not sample."""
-        whole = rows == list(range(len(hidden)))
+        whole = len(rows) == len(hidden) and rows == list(range(len(rows)))
         for start in range(0, len(rows), self._rows_per_piece):
             piece = slice(start, min(start + self._rows_per_piece, len(rows)))
             if whole:

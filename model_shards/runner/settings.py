@@ -37,6 +37,9 @@ class RunnerSettings:
     """CPU threads a rank; None: the CPUs this process may use, shared out over the ranks."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+    """Ends of a sequence that the tokenizer knows beyond those of the model's configuration: masked up to min_tokens
+    like those."""
 
     @property
     def world_size(self) -> int:
@@ -61,4 +64,5 @@ class RunnerSettings:
         values["model"] = ModelSource(name, kind, Path(path))
         for field in ("dtype", "kv_dtype"):
             values[field] = getattr(torch, values[field])
+        values["eos_token_ids"] = tuple(values["eos_token_ids"])
         return cls(**values)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from shoal.configs.errors import ConfigError, ContextLengthError, InvalidRequestError
@@ -49,6 +50,8 @@ def test_one_prompt_or_many_as_text_or_ids(llm: LLM) -> None:
     ids = llm.tokenizer.encode("the weather")
     assert [a.outputs[0].text for a in llm.generate([ids, "hello", ids])] == ["It rains.", "ok", "It rains."]
     assert llm.generate(ids)[0].prompt_token_ids == ids
+    (from_array,) = llm.generate([np.array(ids)])
+    assert [(type(token), token) for token in from_array.prompt_token_ids] == [(int, token) for token in ids]
     assert llm.generate([]) == []
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +17,9 @@ from shoal.configs.resolve import Machine, ResolvedEngine, resolve_engine
 from shoal.configs.schema import EngineConfig
 from shoal.model_shards.engine.build import build_engine, plan_engine_memory
 from shoal.model_shards.engine.machine import available_ram, measure_machine
+from shoal.model_shards.engine.request import Request, RequestDelta
 from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from shoal.model_shards.weights.sources import ModelSource
@@ -100,6 +106,41 @@ def test_a_corrupt_checkpoint_leaves_nothing_running(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(ModelLoadError):
         build_engine(EngineConfig(model=str(tmp_path / "broken.gguf")))
+
+
+def test_ranks_know_the_ends_of_sequence_that_only_the_tokenizer_names(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Fine-tuned chat models often keep the base model's end in config.json: until min_tokens both are masked."""
+    directory = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "tuned")
+    for name in ("config.json", "generation_config.json"):
+        path = directory / name
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "eos_token_id": 5}))
+    engine = build_engine(EngineConfig(model=str(directory), kv_cache_memory=4 * MIB))
+    prompt, sink = [65, 66, 67], _Collector()
+    tokenizer_end = next(iter(set(engine.tokenizer.eos_token_ids) - {5}))
+    bias = {tokenizer_end: 100.0}
+    engine.start()
+    engine.submit(
+        Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=6, min_tokens=3, logit_bias=bias), 0), sink
+    )
+    assert sink.ended.wait(20)
+    engine.shutdown()
+    assert len(sink.token_ids) == 4
+    assert sink.token_ids.index(tokenizer_end) == 3
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.ended = threading.Event()
+
+    def deliver(self, deltas: list[RequestDelta]) -> None:
+        for delta in deltas:
+            self.token_ids += delta.token_ids
+            if delta.finish_reason is not None:
+                self.ended.set()
 
 
 @pytest.mark.real_model
