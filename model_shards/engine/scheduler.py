@@ -53,7 +53,7 @@ class SchedulerCounters:
 
     steps: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens of sequences when they first ran, cached ones included."""
+    """Of requests when they first ran, cached ones included; a prompt counts once, whatever n is."""
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
@@ -287,7 +287,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, start: int, block_ids: list[int], plan: StepPlan, budget: StepBudget) -> None:
         """A sequence becomes running at position `start`, with the blocks it already holds."""
-        if not sequence.has_run:
+        if not sequence.has_run and sequence.index == 0:
             self.counters.prompt_tokens += sequence.num_prompt_tokens
             self.counters.cached_prompt_tokens += start
         sequence.transition(SequenceStatus.RUNNING)

@@ -60,7 +60,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_placeholders: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache when it first ran."""
+    """Prompt tokens taken from the prefix cache when it first ran. 0 for the further samples of a request: what they
+    share is the prompt that the first one brought in."""
     on_ranks: bool = False
     has_run: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -105,7 +106,7 @@ class Sequence:
     def restart(self, num_cached_tokens: int) -> None:
         """It runs (again) from a cached prefix of `num_cached_tokens`."""
         self.num_computed_tokens = num_cached_tokens
-        if not self.has_run:
+        if not self.has_run and self.index == 0:
             self.num_cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = [None]

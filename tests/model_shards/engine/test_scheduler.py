@@ -284,3 +284,13 @@ def test_illegal_transitions_raise(kit: ModuleType) -> None:
 def test_an_unknown_policy_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="fcfs, priority"):
         make_policy("lottery")
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_a_prompt_counts_once_and_what_its_samples_share_is_no_cache_hit(kit: ModuleType, max_num_seqs: int) -> None:
+    """With one seat the further samples start after the first has ended, and find its prompt in the cache."""
+    scheduler = kit.make_scheduler(block_size=4, max_num_seqs=max_num_seqs)
+    family = scheduler.add(kit.make_request("a", range(10), n=3, max_tokens=6, ignore_eos=True))
+    run_all(scheduler, kit.ranks_for(scheduler))
+    assert [sequence.num_cached_tokens for sequence in family] == [0, 0, 0]
+    assert (scheduler.counters.prompt_tokens, scheduler.counters.cached_prompt_tokens) == (10, 0)
