@@ -115,6 +115,12 @@ class BlockPool:
             self._hashes[block_id] = block_hash
             self._index[block_hash] = block_id
 
+    def forget(self, block_id: int) -> None:
+        """Its contents are not to be trusted: nobody finds this referenced block any more, and it ends blank."""
+        assert self._references[block_id] > 0, f"block {block_id} has no owner"
+        if self._hashes[block_id] is not None:
+            self._forget(block_id)
+
     def forget_all(self) -> None:
         """Drops every hash (weights changed). Cached blocks become blank; references are untouched."""
         for block_id in list(self._index.values()):

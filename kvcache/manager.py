@@ -179,6 +179,13 @@ class KVCacheManager:
         self._sequences[child_id] = child
         return [(parent.block_ids[num_full], tail[0])] if tail else []
 
+    def distrust(self, seq_id: int) -> None:
+        """The sequence failed, and what is in its blocks may be why (a NaN): nobody is given them from here on, or
+        all who begin alike would fail too, for as long as they keep the blocks from eviction. Those who share some
+        now go on."""
+        for block_id in self._sequences[seq_id].block_ids:
+            self._pool.forget(block_id)
+
     def free(self, seq_id: int) -> None:
         """Gives all blocks back. Tail first, so that the tail of a prefix is evicted before its head: a head without
         its tail still matches, a tail without its head never does."""

@@ -184,9 +184,9 @@ class Scheduler:
             sequence = planned.sequence
             if sequence.status is not SequenceStatus.RUNNING or sequence.generation != planned.generation:
                 self.counters.dropped_results += planned.chunk.samples
-            elif sequence.seq_id in output.errors:
+            elif (error := output.errors.get(sequence.seq_id)) is not None:
+                self.kv.distrust(sequence.seq_id)
                 self._finish(sequence)
-                error = output.errors[sequence.seq_id]
                 updates.append(SequenceUpdate(sequence, finish_reason=FinishReason.ERROR, error=error))
             elif sequence.seq_id in output.deferred:
                 self._retract(sequence, planned.chunk)

@@ -219,3 +219,18 @@ def test_bugs_of_the_caller_are_caught() -> None:
     manager.free(1)
     with pytest.raises(KeyError):
         manager.free(1)
+
+
+def test_blocks_of_a_sequence_that_failed_are_matched_by_nobody() -> None:
+    manager = manager_of()
+    tokens = list(range(13))
+    assert [run(manager, 1, tokens), run(manager, 2, tokens)] == [0, 12]
+    manager.distrust(2)
+    manager.free(2)
+    manager.check_integrity()
+    assert run(manager, 3, tokens) == 0  # though sequence 1 still runs on the blocks
+    assert run(manager, 4, tokens) == 12
+    for seq_id in (1, 3, 4):
+        manager.free(seq_id)
+    manager.check_integrity()
+    assert (manager.num_free_blocks, manager.num_cached_blocks) == (manager.num_total_blocks, 3)

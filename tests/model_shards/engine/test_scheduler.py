@@ -211,6 +211,19 @@ def test_one_failed_sequence_does_not_touch_the_others(kit: ModuleType) -> None:
     assert scheduler.kv.usage == 0
 
 
+def test_what_a_failed_sequence_computed_is_given_to_nobody(kit: ModuleType) -> None:
+    """A NaN in a cached prefix would otherwise fail everybody who begins alike, for ever."""
+    scheduler = kit.make_scheduler(block_size=4, max_num_batched_tokens=8)
+    ranks = kit.ranks_for(scheduler)
+    (failing,) = scheduler.add(kit.make_request("a", range(20)))
+    ranks.fail[failing.seq_id] = 0  # its last chunk, when two have been committed
+    run_all(scheduler, ranks)
+    (again,) = scheduler.add(kit.make_request("b", range(20)))
+    run_all(scheduler, ranks)
+    assert again.num_cached_tokens == 0
+    assert again.num_output_tokens > 0
+
+
 @pytest.mark.parametrize("steps", range(6))
 def test_abort_frees_everything_at_once_at_every_stage(kit: ModuleType, steps: int) -> None:
     scheduler = kit.make_scheduler(prefill_chunk_size=4)
