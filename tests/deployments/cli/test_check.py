@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.real_model
 def test_a_model_is_explained_with_its_ledger(smollm2: ModelSource, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = {"kv_cache_memory": "400MiB", "max_model_len": 4096}
+    engine = {"kv_cache_memory": "400MiB", "max_model_len": 4096, "kv_dtype": "float32"}
     assert main(["check", "smollm2-135m", "--engine", json.dumps(engine), "--json"]) == 0
     finding = json.loads(capsys.readouterr().out)["smollm2-135m"]
     assert finding["served_as"] == "smollm2-135m"
