@@ -46,7 +46,8 @@ def shoal(dtype: str, extra: list[str]) -> Start:
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
 
     def start(root: Path, port: int, threads: int) -> Engine:
-        command = [str(Path(sys.executable).parent / "shoal"), "serve", "smollm2-135m", "--port", str(port), *extra]
+        command = [str(Path(sys.executable).parent / "shoal"), "serve", "smollm2-135m", "--port", str(port)]
+        command += ["--dtype", dtype, "--num-threads", str(threads), *extra]
         return Engine(command, PARAMETERS * itemsize, _KV_BF16 // 2 * itemsize, model="smollm2-135m")
 
     return start

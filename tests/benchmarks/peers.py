@@ -128,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--port", type=int, default=18300)
-    parser.add_argument("--shoal-dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--shoal-dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--shoal-args", default="", help="more arguments for `shoal serve`")
     parser.add_argument("--tokenizer", default="smollm2-135m", help="measures the prompts, once for all engines")
     parser.add_argument("--json", type=Path)

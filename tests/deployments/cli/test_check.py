@@ -23,8 +23,8 @@ def test_a_model_is_explained_with_its_ledger(smollm2: ModelSource, capsys: pyte
     assert (finding["model"]["layers"], finding["model"]["kv_heads"], finding["model"]["context"]) == (30, 3, 8192)
     assert finding["engine"]["max_model_len"] == 4096
     memory = finding["memory_of_a_rank"]
-    # K and V, 30 layers, 3 heads of 64 floats of 2 bytes
-    assert memory["bytes_per_token"] == 2 * 30 * 3 * 64 * 2
+    # K and V, 30 layers, 3 heads of 64 floats of 4 bytes
+    assert memory["bytes_per_token"] == 2 * 30 * 3 * 64 * 4
     assert memory["num_blocks"] == (400 << 20) // (memory["bytes_per_token"] * memory["block_size"])
     assert {row["what"] for row in memory["ledger"]} >= {"weights", "activations", "KV cache", "sum"}
 
