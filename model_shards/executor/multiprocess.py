@@ -195,6 +195,8 @@ class MultiprocessExecutor(Executor):
 
     def _complete(self, output: StepOutput) -> None:
         with self._lock:
+            if not self._in_flight:
+                return  # it has failed meanwhile: the result comes after the deadline
             step_id, future = self._in_flight.popleft()
             self._head_since = time.monotonic()
         assert step_id == output.step_id, f"step {step_id} is due, the ranks sent {output.step_id}"

@@ -153,6 +153,23 @@ def test_a_rank_that_hangs_is_found_by_the_deadline(tiny_checkpoint: TinyCheckpo
     executor.close()
 
 
+def test_a_result_that_comes_after_the_deadline_is_dropped(
+    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = driver.settings_for(tiny_checkpoint("llama"))
+    executor = MultiprocessExecutor(mesh(settings, 2, 1))
+    for rank in executor._ranks:
+        os.kill(rank.process.pid, signal.SIGSTOP)
+    future = executor.submit(driver.Driver(settings).prefill_plans({1: [1, 2, 3]})[0])
+    executor._fail_all(EngineDeadError("too late"))
+    for rank in executor._ranks:
+        os.kill(rank.process.pid, signal.SIGCONT)
+    with pytest.raises(EngineDeadError, match="too late"):
+        future.result(0)
+    executor.close()  # the ranks finish the step before they stop
+    assert "cannot be followed" not in caplog.text
+
+
 def test_a_step_that_raises_names_the_rank_and_the_reason(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
     settings = driver.settings_for(tiny_checkpoint("llama"))
     executor = MultiprocessExecutor(mesh(settings, 1, 2))
