@@ -13,6 +13,7 @@ import pytest
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
 from shoal.model_shards.engine.request import FinishReason, Request
 from shoal.model_shards.engine.scheduler import Scheduler
+from shoal.model_shards.engine.sequence import SequenceUpdate
 
 SCENARIOS = [
     pytest.param({}, id="ample"),
@@ -40,6 +41,10 @@ class Traffic:
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.limits: dict[int, int] = {}
+        self.updates: list[SequenceUpdate] = []
+        """Committed and not yet seen by the output side, as in the engine."""
+        self.stop_after: dict[int, int] = {}
+        """seq_id -> tokens after which the output side finds a stop string, while later steps are under way."""
         self.prompts = [[rng.randrange(kit.VOCAB) for _ in range(40)] for _ in range(3)]
         self.previous: StepPlan | None = None
 
@@ -48,7 +53,7 @@ class Traffic:
         longest = min(self.scheduler.settings.max_model_len - 1, 40)
         shared = rng.choice(self.prompts)[: rng.randrange(longest)]
         prompt = (shared + [rng.randrange(self.kit.VOCAB) for _ in range(rng.randrange(8))])[:longest] or [3]
-        max_tokens: int | None = rng.choice([1, 2, 5, 12, None])
+        max_tokens: int | None = rng.choice([0, 1, 2, 5, 12, None])
         if max_tokens is not None:
             max_tokens = min(max_tokens, self.scheduler.settings.max_model_len - len(prompt))
         request = self.kit.make_request(
@@ -61,13 +66,17 @@ class Traffic:
             max_tokens=max_tokens,
             n=rng.choice([1, 1, 1, 2, 4]),
             ignore_eos=max_tokens is not None and rng.random() < 0.3,
-            prompt_logprobs=rng.choice([None, None, None, 0]),
+            prompt_logprobs=0 if max_tokens == 0 else rng.choice([None, None, None, 0]),
         )
         self.requests[request.request_id] = request
         for index in range(request.sampling.n):
             self.outputs[request.request_id, index] = []
         for sequence in self.scheduler.add(request):
             self.limits[sequence.seq_id] = sequence.limit
+            if rng.random() < 0.15:
+                self.stop_after[sequence.seq_id] = rng.randrange(1, 6)
+            if rng.random() < 0.05:
+                self.ranks.fail[sequence.seq_id] = rng.randrange(6)
 
     def abort_one(self) -> None:
         name = self.rng.choice(list(self.requests))
@@ -79,14 +88,27 @@ class Traffic:
         if plan is not None:
             self.check_no_decode_waits(plan)
             self.in_flight.append((plan, self.ranks.execute(plan)))
+        self.deliver()
         if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
-            for update in self.scheduler.commit(self.in_flight.popleft()[1]):
-                key = (update.sequence.request.request_id, update.sequence.index)
-                assert key not in self.reasons, "a result after the end"
-                self.outputs[key] += update.token_ids
-                if update.finish_reason is not None:
-                    self.reasons[key] = update.finish_reason
+            self.updates = self.scheduler.commit(self.in_flight.popleft()[1])
+        else:
+            assert plan is not None or not self.scheduler.has_work(), "sequences wait and nothing can run"
         self.scheduler.kv.check_integrity()
+
+    def deliver(self) -> None:
+        updates, self.updates = self.updates, []
+        for update in updates:
+            sequence = update.sequence
+            key = (sequence.request.request_id, sequence.index)
+            if self.reasons.get(key) is FinishReason.ABORT:
+                continue
+            assert key not in self.reasons, "a result after the end"
+            self.outputs[key] += update.token_ids
+            if update.finish_reason is not None:
+                self.reasons[key] = update.finish_reason
+            elif len(self.outputs[key]) >= self.stop_after.get(sequence.seq_id, 1000):
+                self.reasons[key] = FinishReason.CONTENT_FILTER  # stands for a stop string
+                self.scheduler.finish(sequence.seq_id)
 
     def check_no_decode_waits(self, plan: StepPlan) -> None:
         """Whoever sampled in the step before goes on in this one, unless it ended, was preempted, or needs no more."""
@@ -104,11 +126,11 @@ class Traffic:
             request, reason = self.requests[name], self.reasons[name, index]
             limit = self.scheduler.limit_of(request)
             alone = self.kit.unbatched(request, index, limit)
-            if reason is FinishReason.ABORT:
+            if reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.CONTENT_FILTER):
                 assert output == alone[: len(output)]
                 continue
             assert output == alone, f"{name}[{index}] differs from its unbatched run"
-            stopped = output[-1] == self.kit.EOS and not request.sampling.ignore_eos
+            stopped = output[-1:] == [self.kit.EOS] and not request.sampling.ignore_eos
             assert reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
         kv = self.scheduler.kv
         kv.check_integrity()
@@ -132,7 +154,7 @@ def test_random_traffic_gives_every_request_what_it_gets_alone(
                 traffic.abort_one()
             traffic.step()
         steps = 0
-        while traffic.scheduler.has_work() or traffic.in_flight:
+        while traffic.scheduler.has_work() or traffic.in_flight or traffic.updates:
             traffic.step()
             steps += 1
             assert steps < 100_000, "livelock"
