@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._live) - len(self._running)
+        return max(0, len(self._live) - len(self._running))  # another thread may ask between two changes
 
     def request_of(self, seq_id: int) -> Request:
         """Of a live sequence."""
