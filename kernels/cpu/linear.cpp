@@ -224,7 +224,7 @@ void shoal_weight_rows(const void* packed, int bytes, i64 depth, const i64* inde
     else gather((const float*)packed, depth, index, count, out, threads);
 }
 
-// x [rows, depth] (rows x_stride floats apart) -> out [rows, outputs], contiguous. bias: null, or padded to whole panels.
+// x [rows, depth] (rows x_stride floats apart) -> out [rows, outputs], contiguous. bias: null, or padded like packed.
 void shoal_linear(const float* x, i64 x_stride, const void* packed, int bytes, const float* bias, float* out, i64 rows,
                   i64 outputs, i64 depth, int threads) {
     i64 panels = (outputs + NR - 1) / NR;

@@ -67,7 +67,8 @@ SHOAL_INLINE void narrow(float x, float& to) { to = x; }
 SHOAL_INLINE void narrow(float x, std::uint16_t& to) { to = to_bf16(x); }
 
 template <class E>
-void store_token(const float* k, const float* v, E* k_pages, E* v_pages, i64 slot, i64 kv_heads, i64 dim, i64 block_size) {
+void store_token(const float* k, const float* v, E* k_pages, E* v_pages, i64 slot, i64 kv_heads, i64 dim,
+                 i64 block_size) {
     i64 block = slot / block_size, offset = slot % block_size;
     for (i64 h = 0; h < kv_heads; h++) {
         i64 head = (block * kv_heads + h) * block_size * dim;
@@ -103,8 +104,8 @@ void shoal_rms_norm(const float* x, i64 x_stride, const float* residual, i64 res
 }
 
 // x [tokens, heads, dim], tokens x_stride floats apart -> out, contiguous.
-void shoal_head_rms_norm(const float* x, i64 x_stride, const float* weight, float eps, float* out, i64 tokens, i64 heads,
-                         i64 dim, int threads) {
+void shoal_head_rms_norm(const float* x, i64 x_stride, const float* weight, float eps, float* out, i64 tokens,
+                         i64 heads, i64 dim, int threads) {
     for_rows(tokens, heads * dim, threads, [&](i64 token) {
         for (i64 h = 0; h < heads; h++)
             normalise(x + token * x_stride + h * dim, weight, eps, out + (token * heads + h) * dim, dim);
@@ -134,10 +135,11 @@ void shoal_store_kv(const float* k, i64 k_stride, const float* v, i64 v_stride, 
     for_rows(tokens, 2 * kv_heads * dim, threads, [&](i64 t) {
         if (slots[t] < 0) return;
         const float *from_k = k + t * k_stride, *from_v = v + t * v_stride;
-        if (bytes == 2)
-            store_token(from_k, from_v, (std::uint16_t*)k_pages, (std::uint16_t*)v_pages, slots[t], kv_heads, dim, block_size);
-        else
-            store_token(from_k, from_v, (float*)k_pages, (float*)v_pages, slots[t], kv_heads, dim, block_size);
+        auto to = [&](auto* k_to, auto* v_to) {
+            store_token(from_k, from_v, k_to, v_to, slots[t], kv_heads, dim, block_size);
+        };
+        if (bytes == 2) to((std::uint16_t*)k_pages, (std::uint16_t*)v_pages);
+        else to((float*)k_pages, (float*)v_pages);
     });
 }
 }
