@@ -18,6 +18,8 @@ from shoal.model_shards.engine.request import Request
 logger = logging.getLogger("shoal.gateway")
 
 _ABORT_ATTEMPTS = 4
+_LOOKS_UNTIL_LOST = 4
+"""Heartbeats between the engine's last delta and its loss being certain; it may be on its way for a moment."""
 
 
 class EngineLink:
@@ -33,6 +35,9 @@ class EngineLink:
         self._trouble: str | None = "the engine has not answered yet"
         self._suspected = False
         """The last look found no progress; the next one decides."""
+        self._submitting: set[str] = set()
+        self._unheard: dict[str, int] = {}
+        """Request that a stream waits for and the engine does not know -> in how many looks in a row."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -79,17 +84,20 @@ class EngineLink:
         if self._receiver is None:
             await self._engine.attach(self.gateway_id, LoopSink(self._hub, asyncio.get_running_loop()))
         else:
-            key = await self._engine.attach(self.gateway_id, self._receiver.address)
-            assert key is not None, "a shard group in another process has a key"
-            self._receiver.allow(key)
+            self._receiver.allow(info.data_plane_key)
+            await self._engine.attach(self.gateway_id, self._receiver.address)
         self._info, self._trouble = info, None
 
     async def _submit(self, requests: list[Request]) -> None:
+        ids = {request.request_id for request in requests}
+        self._submitting |= ids
         try:
             await self._engine.submit(self.gateway_id, requests)
         except UnknownGatewayError:
             await self._attach()
             await self._engine.submit(self.gateway_id, requests)
+        finally:
+            self._submitting -= ids
 
     async def _abort_after(self, sending: asyncio.Future[None], request_ids: list[str]) -> None:
         await asyncio.wait([sending])
@@ -136,6 +144,16 @@ class EngineLink:
             self._give_up(f"the engine has finished no step for {status.seconds_since_step:.0f} s")
         else:
             self._trouble = None
+            self._fail_lost(status)
+
+    def _fail_lost(self, status: EngineStatus) -> None:
+        """Ends streams whose last delta must have been lost: no stream waits for ever, whatever went wrong."""
+        waiting = (name for name in self._hub.request_ids if name not in status.own_requests | self._submitting)
+        self._unheard = {name: self._unheard.get(name, 0) + 1 for name in waiting}
+        lost = [name for name, looks in self._unheard.items() if looks >= _LOOKS_UNTIL_LOST]
+        if lost:
+            logger.error("%d answers were lost between the engine and this gateway", len(lost))
+            self._hub.fail(lost, EngineDeadError("The answer was lost on its way; try again."))
 
     def _makes_no_progress(self, status: EngineStatus) -> bool:
         """An idle engine takes no steps, and one that was idle a moment ago has not taken its first yet: two looks
@@ -147,6 +165,6 @@ class EngineLink:
 
     def _give_up(self, reason: str) -> None:
         if self._trouble is None:
-            logger.error("not ready: %s; %d streams end", reason, len(self._hub))
+            logger.error("not ready: %s; %d streams end", reason, len(self._hub.request_ids))
         self._trouble = reason
-        self._hub.fail_all(EngineDeadError(f"The request cannot be finished: {reason}."))
+        self._hub.fail(self._hub.request_ids, EngineDeadError(f"The request cannot be finished: {reason}."))

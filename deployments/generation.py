@@ -93,16 +93,16 @@ class Generation:
         """Choices without a finish reason yet."""
         self._guards: dict[int, GuardedChoice] = {}
         self._closed = False
+        hub.open(self)
         first_choice = 0
         for request in requests:
-            hub.add(request.request_id, self._stream, first_choice)
+            hub.add(request.request_id, self._stream, first_choice, request.sampling.n)
             whole = request.sampling.logprobs is not None
             for choice in range(first_choice, first_choice + request.sampling.n):
                 self._open.add(choice)
                 if outputs.rails:
                     self._guards[choice] = GuardedChoice(outputs.rails.open_stream(), whole_deltas=whole)
             first_choice += request.sampling.n
-        self.num_choices = first_choice
 
     def __enter__(self) -> Generation:
         return self
@@ -173,3 +173,4 @@ class Generation:
         if submitted and may_run and not self._closed:
             self._outputs.abort(ids)
         self._closed = True
+        self._hub.close(self)

@@ -72,6 +72,10 @@ class LocalCluster:
         self.dashboard_url: str | None = None
 
     @property
+    def port(self) -> int:
+        return self._options.port
+
+    @property
     def token_path(self) -> Path:
         assert self._directory is not None
         return self._directory / "auth_token"
@@ -116,13 +120,13 @@ class LocalCluster:
         serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port})
         self._note_descendants()
 
-    def run(self, application: Any, name: str) -> Any:
+    def run(self, application: Any, name: str, route_prefix: str = "/") -> Any:
         """Deploys and waits until every replica is made; returns the ingress handle. Raises ConfigError with what a
         replica's constructor said, when it failed."""
         from ray import serve
 
         try:
-            handle = serve.run(application, name=name, route_prefix="/")
+            handle = serve.run(application, name=name, route_prefix=route_prefix)
         except RuntimeError as error:
             raise ConfigError(_deployment_failure(name) or str(error)) from None
         finally:

@@ -42,7 +42,7 @@ class ShardGroup(RemoteCallable):
         self._created = int(time.time())
         self._links: dict[str, _GatewayLink] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._keys: tuple[bytes, bytes] | None = None
+        self._keys: tuple[bytes, bytes] = zmq.curve_keypair()
         self._reaper: asyncio.Task[None] | None = None
 
     async def describe(self) -> EngineInfo:
@@ -54,21 +54,22 @@ class ShardGroup(RemoteCallable):
             vocab_size=engine.vocab_size,
             fingerprint=_fingerprint(engine),
             created=self._created,
+            data_plane_key=self._keys[0],
         )
 
-    async def attach(self, gateway_id: str, reply: ReplyAddress | DeltaSink) -> bytes | None:
-        """Makes a gateway known. Returns the public key with which its tokens will come, None in process."""
+    async def attach(self, gateway_id: str, reply: ReplyAddress | DeltaSink) -> None:
+        """Makes a gateway known. One in another process must accept this group's key before it calls: a connection
+        that is refused once is not tried again."""
         self._drop_link(gateway_id)
         if not isinstance(reply, ReplyAddress):
             self._links[gateway_id] = _GatewayLink(reply, lambda: None, expires=False)
-            return None
-        if self._keys is None or self._context is None:
-            self._keys, self._context = zmq.curve_keypair(), zmq.Context()
+            return
+        if self._context is None:
+            self._context = zmq.Context()
         sink = ZmqSink(self._context, reply, self._keys)
         self._links[gateway_id] = _GatewayLink(sink, sink.close, expires=True)
         if self._reaper is None:
             self._reaper = asyncio.create_task(self._reap(), name="gateway-leases")
-        return self._keys[0]
 
     async def submit(self, gateway_id: str, requests: list[Request]) -> None:
         """Queues requests that belong together: all of them or none. Raises what `Engine.submit` raises."""
@@ -106,6 +107,7 @@ class ShardGroup(RemoteCallable):
             running=stats.num_running,
             waiting=stats.num_waiting,
             live_requests=stats.num_live_requests,
+            own_requests=frozenset() if link is None else frozenset(link.live_requests()),
             seconds_since_step=max(0.0, time.monotonic() - engine.last_step_time),
             kv_blocks=stats.kv_blocks,
             kv_blocks_free=stats.kv_blocks_free,

@@ -65,6 +65,8 @@ class EngineInfo:
     fingerprint: str
     """OpenAI's `system_fingerprint`: equal values mean equal model, formats and software."""
     created: int
+    data_plane_key: bytes
+    """CURVE public key (Z85) with which its tokens come to a gateway in another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class EngineStatus:
     """Sequences."""
     waiting: int
     live_requests: int
-    """Requests that are accepted and not ended."""
+    """Requests that are accepted and not ended, of all gateways."""
+    own_requests: frozenset[str]
+    """Ids of those of the asking gateway."""
     seconds_since_step: float
     """Since a step ended, or the engine was last seen idle."""
     kv_blocks: int
@@ -115,7 +119,7 @@ class GuardStage(Protocol):
 
 class EngineStage(Protocol):
     async def describe(self) -> EngineInfo: ...
-    async def attach(self, gateway_id: str, reply: ReplyAddress | DeltaSink) -> bytes | None: ...
+    async def attach(self, gateway_id: str, reply: ReplyAddress | DeltaSink) -> None: ...
     async def submit(self, gateway_id: str, requests: list[Request]) -> None: ...
     async def abort(self, request_ids: list[str]) -> None: ...
     async def heartbeat(self, gateway_id: str) -> EngineStatus: ...

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shoal.configs.errors import ShoalError
 from shoal.model_shards.engine.request import RequestDelta
@@ -74,40 +76,65 @@ def merge(first: RequestDelta, second: RequestDelta) -> RequestDelta:
     )
 
 
+@dataclass(slots=True)
+class _Expected:
+    """An engine request whose deltas are still to come."""
+
+    stream: RequestStream
+    first_choice: int
+    open_sequences: int
+
+
 class StreamHub:
-    """Which stream waits for which engine request. Deltas of requests that it does not know (closed, aborted) are
-    dropped."""
+    """Which stream waits for which engine request. Deltas of requests that it does not know (ended, closed, aborted)
+    are dropped."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, tuple[RequestStream, int]] = {}
+        self._expected: dict[str, _Expected] = {}
+        self._answers: set[object] = set()
         self.idle = asyncio.Event()
-        """Set while no stream waits."""
+        """Set while no answer is under way."""
         self.idle.set()
 
-    def __len__(self) -> int:
-        return len(self._streams)
+    @property
+    def request_ids(self) -> list[str]:
+        """Engine requests that have not given their last delta."""
+        return list(self._expected)
 
-    def add(self, request_id: str, stream: RequestStream, first_choice: int) -> None:
-        """Deltas of `request_id` go to `stream`; its sequence i is the stream's choice `first_choice + i`."""
-        assert request_id not in self._streams, request_id
-        self._streams[request_id] = (stream, first_choice)
+    def open(self, answer: object) -> None:
+        """An answer is under way until it is closed, though its last delta may have come."""
+        self._answers.add(answer)
         self.idle.clear()
 
-    def remove(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        if not self._streams:
+    def close(self, answer: object) -> None:
+        self._answers.discard(answer)
+        if not self._answers:
             self.idle.set()
+
+    def add(self, request_id: str, stream: RequestStream, first_choice: int, num_sequences: int) -> None:
+        """Deltas of `request_id` go to `stream`; its sequence i is the stream's choice `first_choice + i`."""
+        assert request_id not in self._expected, request_id
+        self._expected[request_id] = _Expected(stream, first_choice, num_sequences)
+
+    def remove(self, request_id: str) -> None:
+        self._expected.pop(request_id, None)
 
     def dispatch(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:
-            entry = self._streams.get(delta.request_id)
-            if entry is not None:
-                stream, first_choice = entry
-                stream.push(first_choice + delta.index, delta)
+            expected = self._expected.get(delta.request_id)
+            if expected is None:
+                continue
+            expected.stream.push(expected.first_choice + delta.index, delta)
+            if delta.finish_reason is not None:
+                expected.open_sequences -= 1
+                if expected.open_sequences == 0:
+                    del self._expected[delta.request_id]
 
-    def fail_all(self, error: ShoalError) -> None:
-        for stream, _ in self._streams.values():
-            stream.fail(error)
+    def fail(self, request_ids: Iterable[str], error: ShoalError) -> None:
+        for request_id in request_ids:
+            expected = self._expected.get(request_id)
+            if expected is not None:
+                expected.stream.fail(error)
 
 
 class LoopSink:

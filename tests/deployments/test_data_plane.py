@@ -31,7 +31,7 @@ def delta(text: str, **fields: Any) -> RequestDelta:
 @pytest.fixture
 async def receiver() -> AsyncIterator[tuple[DeltaReceiver, RequestStream]]:
     hub, stream = StreamHub(), RequestStream()
-    hub.add("r", stream, 0)
+    hub.add("r", stream, 0, 1)
     receiver = DeltaReceiver(hub, WiringConfig())
     yield receiver, stream
     receiver.close()
@@ -130,9 +130,8 @@ def request(name: str = "r", max_tokens: int = 400, **fields: Any) -> Request:
 
 
 async def attach(group: ShardGroup, listener: DeltaReceiver) -> None:
-    key = await group.attach("g", listener.address)
-    assert key is not None
-    listener.allow(key)
+    listener.allow((await group.describe()).data_plane_key)
+    await group.attach("g", listener.address)
 
 
 async def test_a_request_answers_over_the_data_plane(

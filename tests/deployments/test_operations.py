@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,9 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.deployments.logs import JsonFormatter
 from shoal.deployments.metrics import TABLE
-
-STUCK = {"default": {"pieces": ["a"], "eos": False, "delay_ms": 4000}}
-
 
 async def test_ready_and_alive(start_server: Any) -> None:
     async with start_server() as server:
@@ -52,16 +50,35 @@ async def test_what_outlives_the_drain_ends_with_an_error_event(start_server: An
         assert "shutting down" in last["error"]["message"]
 
 
-async def test_a_hung_engine_is_noticed(start_server: Any) -> None:
+async def test_a_hung_engine_is_noticed(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No stream hangs for ever, and readiness goes."""
     gateway = {"heartbeat_s": 0.05, "progress_timeout_s": 0.3, "drain_s": 0.1}
-    async with start_server(STUCK, gateway=gateway) as server:
+    async with start_server(gateway=gateway) as server:
+        hanging: list[Future[Any]] = []
+
+        def submit(_plan: Any) -> Future[Any]:
+            hanging.append(Future())
+            return hanging[-1]
+
+        engine = server.gateway.service.link._engine.engine
+        monkeypatch.setattr(engine._executor, "submit", submit)
         response = await server.chat(stream=True)
         assert server.error(response, 503)["code"] == "engine_dead"
         ready = await server.http.get("/health/ready")
         assert ready.status_code == 503
         assert "no step" in ready.json()["reason"]
         assert server.error(await server.chat(), 503)["code"] == "engine_dead"
+        for step in hanging:
+            step.set_exception(RuntimeError("the test is over"))
+
+
+async def test_an_answer_that_is_lost_on_its_way_ends(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start_server(gateway={"heartbeat_s": 0.05, "drain_s": 0.1}) as server:
+        link = server.gateway.service.link
+        monkeypatch.setattr(link._hub, "dispatch", lambda deltas: None)
+        error = server.error(await server.chat(), 503)
+        assert "lost on its way" in error["message"]
+        assert (await server.http.get("/health/ready")).status_code == 200
 
 
 async def test_a_dead_engine_is_noticed(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,17 +59,28 @@ async def test_an_error_comes_after_what_had_arrived() -> None:
 
 async def test_the_hub_drops_what_nobody_waits_for() -> None:
     hub, stream = StreamHub(), RequestStream()
-    hub.add("r", stream, first_choice=4)
+    hub.add("r", stream, first_choice=4, num_sequences=2)
     hub.dispatch([delta("x", request="unknown"), delta("y", index=1)])
     assert list(await stream.next(1.0)) == [5]
+    hub.dispatch([delta("z", index=1, done=True)])
+    assert hub.request_ids == ["r"]
+    hub.dispatch([delta("z", index=0, done=True), delta("late", index=0)])
+    assert hub.request_ids == []
+    assert {choice: items[0].text for choice, items in (await stream.next(1.0)).items()} == {5: "z", 4: "z"}
+
+
+async def test_the_hub_is_idle_when_every_answer_is_closed() -> None:
+    hub = StreamHub()
+    assert hub.idle.is_set()
+    hub.open("answer")
     assert not hub.idle.is_set()
-    hub.remove("r")
+    hub.close("answer")
     assert hub.idle.is_set()
 
 
 async def test_steps_from_another_thread_arrive_in_order() -> None:
     hub, stream = StreamHub(), RequestStream()
-    hub.add("r", stream, 0)
+    hub.add("r", stream, 0, 1)
     sink = LoopSink(hub, asyncio.get_running_loop())
 
     def engine() -> None:
