@@ -104,7 +104,8 @@ class Piece:
 class Detokenizer:
     """Feed it each token once, in order; call `flush` when the sequence ends for another reason than a stop string."""
 
-    def __init__(self, tokenizer: TokenTexts, sampling: SamplingParams) -> None:
+    def __init__(self, tokenizer: TokenTexts, sampling: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: the token ids that come before; their text is not given again."""
         self._tokenizer = tokenizer
         self._skip_special = sampling.skip_special_tokens
         self._include_stop = sampling.include_stop_str_in_output
@@ -117,7 +118,8 @@ class Detokenizer:
         """Characters emitted, so the offset of `_text` in the whole."""
         self._tokens: deque[tuple[int, int, TokenLogprobs | None]] = deque()
         """Not yet emitted: (offset of the character after the token's text, id, logprobs)."""
-        self._at_start = True
+        self._at_start = all(token_id in tokenizer.special_token_ids for token_id in prompt)
+        """Nothing but special tokens yet."""
         self._num_tokens = 0
 
     def feed(self, token_id: int, logprobs: TokenLogprobs | None, *, hidden: bool = False) -> Piece:
@@ -146,7 +148,8 @@ class Detokenizer:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._at_start and data:
-            # SentencePiece marks the start of a word with a space, which decoding drops at the start of a text.
+            # SentencePiece marks the start of a word with a space, which decoding drops at the start of a text; after
+            # the text of a prompt it stands.
             shown = self._tokenizer.decode([token_id], skip_special_tokens=False)
             if data.startswith(b" ") and not shown.startswith(" "):
                 data = data[1:]

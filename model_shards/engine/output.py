@@ -76,7 +76,8 @@ class OutputProcessor:
     def add(self, sequences: list[Sequence], sink: DeltaSink) -> None:
         for sequence in sequences:
             sampling = sequence.request.sampling
-            stream = _Stream(sequence, Detokenizer(self._tokenizer, sampling), sink)
+            detokenizer = Detokenizer(self._tokenizer, sampling, sequence.request.prompt_token_ids)
+            stream = _Stream(sequence, detokenizer, sink)
             stream.prompt_logprobs_due = sequence.index == 0 and sampling.prompt_logprobs is not None
             self._streams[sequence.seq_id] = stream
         self._open[sequences[0].request.request_id] = len(sequences)

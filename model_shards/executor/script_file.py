@@ -120,7 +120,7 @@ def _encode(spec: ScriptSpec, place: str, tokenizer: Tokenizer) -> Script:
         if token_id >= tokenizer.vocab_size:
             raise _BadScriptError(f"{place}.tokens[{index}]", f"must be below {tokenizer.vocab_size}")
     for index, piece in enumerate(spec.pieces or []):
-        tokens += _encode_piece(piece, f"{place}.pieces[{index}]", tokenizer, first=index == 0)
+        tokens += _encode_piece(piece, f"{place}.pieces[{index}]", tokenizer)
     if spec.eos:
         if not tokenizer.eos_token_ids:
             raise _BadScriptError(place, 'needs "eos": false, for the tokenizer has no end-of-sequence token')
@@ -130,15 +130,14 @@ def _encode(spec: ScriptSpec, place: str, tokenizer: Tokenizer) -> Script:
     return Script(tuple(tokens), spec.delay_ms / 1000, spec.fail_after)
 
 
-def _encode_piece(piece: str, place: str, tokenizer: Tokenizer, *, first: bool) -> list[int]:
+def _encode_piece(piece: str, place: str, tokenizer: Tokenizer) -> list[int]:
     """Ids whose bytes are exactly the piece's."""
     wanted = piece.encode()
     ids = tokenizer.encode(piece, add_special_tokens=False)
     if _bytes_of(ids, tokenizer) == wanted:
         return ids
-    if first and _bytes_of(ids, tokenizer) == b" " + wanted:
-        return ids  # SentencePiece puts a space before a text; decoding drops it at the start.
-    # In the middle of a text that space would show: encode behind an anchor and take what comes after it.
+    # SentencePiece puts a space before a text, which would show behind a prompt: encode behind an anchor and take what
+    # comes after it.
     anchor = tokenizer.encode("\n", add_special_tokens=False)
     behind = tokenizer.encode("\n" + piece, add_special_tokens=False)
     if behind[: len(anchor)] == anchor and _bytes_of(behind[len(anchor) :], tokenizer) == wanted:

@@ -150,6 +150,14 @@ def test_the_space_that_sentencepiece_puts_before_a_text_is_dropped_once() -> No
         assert text == tokens.decode(ids)
 
 
+def test_after_the_text_of_a_prompt_the_first_space_stands() -> None:
+    tokens = Tokens([b" Hello", b" world"], strips_space=True)
+    for prompt, text in (([1], " world"), ([0, 1], " world"), ([0], "world"), ([], "world")):
+        detokenizer = Detokenizer(tokens, SamplingParams(), prompt)
+        assert detokenizer.feed(2, None).text == text
+        assert tokens.decode([*prompt, 2]) == tokens.decode(prompt) + text
+
+
 texts = st.text(alphabet="abXé😀", max_size=30)
 stop_strings = st.lists(st.text(alphabet="abXé😀", min_size=1, max_size=4), max_size=3)
 cut_points = st.lists(st.integers(0, 200), max_size=20)

@@ -80,7 +80,7 @@ def test_each_piece_is_encoded_by_itself(kit: ModuleType, tmp_path: Path) -> Non
     assert book.default.tokens == (258, *b"Obs", *b"erver", 256)
 
 
-def test_a_sentencepiece_space_does_not_get_between_pieces(kit: ModuleType, tmp_path: Path) -> None:
+def test_a_sentencepiece_space_gets_neither_before_nor_between_pieces(kit: ModuleType, tmp_path: Path) -> None:
     class SentencePiece(kit.ByteTokenizer):  # type: ignore[name-defined,misc]
         """Puts a space before every text."""
 
@@ -90,7 +90,7 @@ def test_a_sentencepiece_space_does_not_get_between_pieces(kit: ModuleType, tmp_
     path = tmp_path / "s.json"
     path.write_text(json.dumps({"default": {"pieces": ["Obs", "er", " ver"]}}))
     tokens = encode_scripts(path, read_script_file(path), SentencePiece()).default.tokens
-    assert bytes(tokens[:-1]) == b" Obser ver"
+    assert bytes(tokens[:-1]) == b"Obser ver"
 
 
 def test_the_first_rule_that_matches_the_last_user_message_speaks(kit: ModuleType, serve: Serve) -> None:
