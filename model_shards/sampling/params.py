@@ -67,8 +67,8 @@ class SamplingParams:
         _require_range("min_p", self.min_p, 0.0, 1.0)
         _require_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        ok = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
-        _require(ok, "repetition_penalty", "must be a finite number greater than 0", self.repetition_penalty)
+        # Logits are divided by it: what fp32 takes for zero, or scales them to infinity with, is no penalty.
+        _require_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _require(1 <= self.n <= MAX_N, "n", f"must be between 1 and {MAX_N}", self.n)
         self._check_lengths()
         self._check_token_ids(vocab_size)

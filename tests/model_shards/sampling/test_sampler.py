@@ -232,6 +232,7 @@ def test_an_empty_batch_gives_empty_columns() -> None:
         ("top_k", SamplingParams(top_k=-1)),
         ("min_p", SamplingParams(min_p=1.5)),
         ("repetition_penalty", SamplingParams(repetition_penalty=0.0)),
+        ("repetition_penalty", SamplingParams(repetition_penalty=5e-324)),
         ("presence_penalty", SamplingParams(presence_penalty=float("inf"))),
         ("seed", SamplingParams(seed=2**64)),
         ("logprobs", SamplingParams(logprobs=21)),
