@@ -119,7 +119,7 @@ class Gateway:
     async def drain(self) -> None:
         """Refuses new requests; returns when the running ones have ended, or `drain_s` is over."""
         self.service.draining = True
-        await self.service.wait_until_idle(self.service.config.drain_s)
+        await self.service.in_flight.wait_until_idle(self.service.config.drain_s)
 
     async def close(self) -> None:
         """Drains, then stops everything made here; what still runs ends with an error. Idempotent."""
@@ -128,7 +128,7 @@ class Gateway:
         for close in closers:
             await close()
         # Errors that the stopped engine just delivered still have to become bytes.
-        await self.service.wait_until_idle(_LAST_WORDS_S)
+        await self.service.in_flight.wait_until_idle(_LAST_WORDS_S)
         self.service.link.close()
 
 

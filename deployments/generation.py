@@ -93,7 +93,6 @@ class Generation:
         """Choices without a finish reason yet."""
         self._guards: dict[int, GuardedChoice] = {}
         self._closed = False
-        hub.open(self)
         first_choice = 0
         for request in requests:
             hub.add(request.request_id, self._stream, first_choice, request.sampling.n)
@@ -132,9 +131,7 @@ class Generation:
             if failure is not None:
                 raise failure
 
-    def _take(
-        self, pending: dict[int, list[RequestDelta]]
-    ) -> tuple[dict[int, RequestDelta], GenerationError | None]:
+    def _take(self, pending: dict[int, list[RequestDelta]]) -> tuple[dict[int, RequestDelta], GenerationError | None]:
         """What the client gets of these deltas, one a choice, and the error that ends everything after it."""
         updates: dict[int, RequestDelta] = {}
         failure = None
@@ -173,4 +170,3 @@ class Generation:
         if submitted and may_run and not self._closed:
             self._outputs.abort(ids)
         self._closed = True
-        self._hub.close(self)

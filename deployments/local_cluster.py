@@ -27,6 +27,7 @@ logger = logging.getLogger("shoal.local_cluster")
 _OBJECT_STORE_BYTES = 80_000_000
 """Nothing large goes through Ray here; this is about the least that Ray takes."""
 _STOP_S = 10.0
+_MAX_TEMPORARY_PATH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,7 @@ class LocalCluster:
     def prepare(self) -> None:
         """Sets what Ray reads from the environment when it is imported; before anyone imports it."""
         if self._directory is None:
-            # Short, because Ray puts UNIX sockets below it and their paths have a limit of about 100 characters.
-            self._directory = Path(tempfile.mkdtemp(prefix="shoal-"))
+            self._directory = Path(tempfile.mkdtemp(prefix="shoal-", dir=_temporary_directory()))
             self._set_environment(self._directory)
 
     def start(self) -> None:
@@ -94,17 +94,17 @@ class LocalCluster:
         import ray
 
         options = self._options
-        context = ray.init(
-            address="local",
-            num_cpus=options.num_cpus,
-            num_gpus=None,
-            include_dashboard=options.dashboard,
-            dashboard_host="127.0.0.1",
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(self._directory / "ray"),
-        )
+        with _explained("Ray"):
+            context = ray.init(
+                address="local",
+                num_cpus=options.num_cpus,
+                include_dashboard=options.dashboard,
+                dashboard_host="127.0.0.1",
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(self._directory / "ray"),
+            )
         if options.dashboard:
             self.dashboard_url = f"http://{context.dashboard_url}"
         self._note_descendants()
@@ -117,7 +117,8 @@ class LocalCluster:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         # With direct ingress Serve still starts its proxy; it gets a port that nobody is told of.
         port = free_port() if options.ingress == "direct" else options.port
-        serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port})
+        with _explained("Ray Serve"):
+            serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port})
         self._note_descendants()
 
     def run(self, application: Any, name: str, route_prefix: str = "/") -> Any:
@@ -171,7 +172,7 @@ class LocalCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             # Ray would set it to the (logical) CPUs of an actor, and torch would compute on one thread.
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-            **_ingress_environment(self._options, directory / "haproxy"),
+            **_ingress_environment(self._options, directory / "h"),
         }
         for name, value in settings.items():
             self._environment[name] = os.environ.get(name)
@@ -184,7 +185,7 @@ class LocalCluster:
         """The last resort, process by process: a process is known by its id and its start time, so that an id which
         the system has given to someone else meanwhile is left alone."""
         for sign, patience_s in ((None, 3.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, _STOP_S)):
-            alive = [process for process in self._descendants if _start_time(process[0]) == process[1]]
+            alive = [process for process in self._descendants if start_time(process[0]) == process[1]]
             if not alive:
                 return
             if sign is not None:
@@ -193,6 +194,23 @@ class LocalCluster:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, sign)
             _wait_until_gone(alive, patience_s)
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """What Ray raises is a page of stack; its log files, which are removed, would be no help either."""
+    try:
+        yield
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(f"{what} could not be started: {lines[-1] if lines else type(error).__name__}") from error
+
+
+def _temporary_directory() -> str:
+    """Ray and HAProxy put UNIX sockets some 85 characters below it, and such paths have a limit of about 100: where the
+    user's directory for temporary files is too deep, /tmp has to do."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _MAX_TEMPORARY_PATH else "/tmp"
 
 
 def _ingress_environment(options: ClusterOptions, directory: Path) -> dict[str, str]:
@@ -250,13 +268,13 @@ def descendants(pid: int) -> Iterator[tuple[int, str]]:
     waiting = list(children.get(pid, ()))
     while waiting:
         child = waiting.pop()
-        started = _start_time(child)
+        started = start_time(child)
         if started is not None:
             yield child, started
         waiting += children.get(child, ())
 
 
-def _start_time(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """In clock ticks after boot; None when the process is gone (or only waits to be collected)."""
     fields = _stat(pid)
     return None if not fields or fields[0] == "Z" else fields[19]
@@ -272,5 +290,5 @@ def _stat(pid: int) -> list[str]:
 
 def _wait_until_gone(processes: list[tuple[int, str]], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and any(_start_time(pid) == started for pid, started in processes):
+    while time.monotonic() < deadline and any(start_time(pid) == started for pid, started in processes):
         time.sleep(0.05)

@@ -7,7 +7,6 @@ import logging
 import secrets
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from shoal.configs.errors import (
 )
 from shoal.deployments.engine_link import EngineLink
 from shoal.deployments.generation import Generation, Outputs
+from shoal.deployments.http.requests import InFlight
 from shoal.deployments.metrics import Metrics
 from shoal.deployments.protocol.chat import ChatCompletionRequest, ChatMessage
 from shoal.deployments.protocol.completions import CompletionRequest
@@ -85,6 +85,7 @@ class GatewayService:
         self.link = link
         self.metrics = metrics
         self.draining = False
+        self.in_flight = InFlight()
         self._hub = hub
         self._outputs = Outputs(output_rails, link.abort, self._output_blocked)
         self._vocabulary: asyncio.Task[tuple[Vocabulary, frozenset[int]]] | None = None
@@ -128,11 +129,6 @@ class GatewayService:
         text_job = PromptsJob([body.prompt], add_special_tokens, decode=False)
         encoded = await self.stages.tokenizer.encode_prompts(text_job)
         return encoded.token_ids[0]
-
-    async def wait_until_idle(self, timeout_s: float) -> None:
-        """Until no answer is under way, or the time is up."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._hub.idle.wait(), timeout_s)
 
     async def metrics_text(self) -> str:
         """The gateway's metrics and the engine's. Without the engine, the gateway's alone."""

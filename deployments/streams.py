@@ -91,25 +91,11 @@ class StreamHub:
 
     def __init__(self) -> None:
         self._expected: dict[str, _Expected] = {}
-        self._answers: set[object] = set()
-        self.idle = asyncio.Event()
-        """Set while no answer is under way."""
-        self.idle.set()
 
     @property
     def request_ids(self) -> list[str]:
         """Engine requests that have not given their last delta."""
         return list(self._expected)
-
-    def open(self, answer: object) -> None:
-        """An answer is under way until it is closed, though its last delta may have come."""
-        self._answers.add(answer)
-        self.idle.clear()
-
-    def close(self, answer: object) -> None:
-        self._answers.discard(answer)
-        if not self._answers:
-            self.idle.set()
 
     def add(self, request_id: str, stream: RequestStream, first_choice: int, num_sequences: int) -> None:
         """Deltas of `request_id` go to `stream`; its sequence i is the stream's choice `first_choice + i`."""

@@ -162,7 +162,9 @@ def _read_patterns(path: Path) -> dict[str, str]:
 
 # --- the dialect -------------------------------------------------------------------------------------------------
 
-_ELEMENT = regex.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\(\?.?|\{[^}]*\}?|.", regex.DOTALL)
+_ELEMENT = regex.compile(
+    r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|\(\?.?|\{[^}]*\}?|.", regex.DOTALL
+)
 """Splits a pattern into escapes, character classes, group heads, braces and single characters."""
 _COUNT = regex.compile(r"\{\d+(,\d*)?\}|\{,\d+\}")
 _ESCAPES = frozenset("bdDsSwWntrfvxuUpP")

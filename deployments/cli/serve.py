@@ -154,6 +154,8 @@ def _start(cluster: LocalCluster, config: AppConfig, progress: _Progress, stop: 
     warming.start()
     progress.say("starting Ray")
     cluster.start()
+    # Ray has put handlers of its own in the place of ours, which would end this process at once.
+    stop.install()
     stop.check()
     progress.say("starting Ray Serve")
     cluster.start_serve()
@@ -235,7 +237,7 @@ class _Stop:
 
     def install(self) -> None:
         for sign in (signal.SIGINT, signal.SIGTERM):
-            self._previous[sign] = signal.signal(sign, self._on_signal)
+            self._previous.setdefault(sign, signal.signal(sign, self._on_signal))
 
     def restore(self) -> None:
         for sign, handler in self._previous.items():

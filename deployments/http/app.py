@@ -30,7 +30,7 @@ def create_app(service: GatewayService, version: str) -> ASGIApp:
     app.add_exception_handler(ShoalError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
-    return RequestMiddleware(app, service.metrics)
+    return RequestMiddleware(app, service.metrics, service.in_flight)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
 import re
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +28,29 @@ _ACCEPTABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET_ROUTES = frozenset({"/health/live", "/health/ready", "/metrics"})
 
 
+class InFlight:
+    """Counts the requests that are being answered, to their last byte."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> None:
+        self._count += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._idle.set()
+
+    async def wait_until_idle(self, timeout_s: float) -> None:
+        """Until nothing is being answered, or the time is up."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+
 class RequestContext:
     """What a handler may add to its request's log line (numbers and words, never content)."""
 
@@ -42,9 +67,10 @@ class RequestContext:
 class RequestMiddleware:
     """Pure ASGI: nothing stands between a stream and its socket but one function call."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, in_flight: InFlight) -> None:
         self._app = app
         self._metrics = metrics
+        self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,6 +89,10 @@ class RequestMiddleware:
                 message = {**message, "headers": headers}
             await send(message)
 
+        # A load balancer that asks for our health all the time must not hold up a shutdown.
+        counts = not scope["path"].endswith(tuple(_QUIET_ROUTES))
+        if counts:
+            self._in_flight.enter()
         self._metrics.add("shoal_http_requests_in_flight", 1)
         try:
             await self._app(scope, receive, send_with_id)
@@ -75,6 +105,8 @@ class RequestMiddleware:
             if status == 0:
                 await error_response(error)(scope, receive, send_with_id)
         finally:
+            if counts:
+                self._in_flight.leave()
             self._finish(scope, context, status or CLIENT_CLOSED_REQUEST)
             request_id_var.reset(token)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,9 @@ class Server:
     def text(chunks: list[dict[str, Any]], index: int = 0) -> str:
         """The joined text of one choice of a stream, chat or completion."""
         choices = [choice for chunk in chunks for choice in chunk.get("choices", ()) if choice["index"] == index]
-        return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
+        return "".join(
+            choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices
+        )
 
     @staticmethod
     def finish_reasons(chunks: list[dict[str, Any]], index: int = 0) -> list[str]:
@@ -173,7 +175,7 @@ def start_server(tiny_tokenizer: Path, tmp_path: Path) -> ServerFactory:
 
 
 @pytest.fixture
-def deny_list(tmp_path: Path) -> Iterator[Path]:
+def deny_list(tmp_path: Path) -> Path:
     path = tmp_path / "deny.txt"
     path.write_text("\\bkumquat\\b\n")
-    yield path
+    return path

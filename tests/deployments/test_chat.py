@@ -107,7 +107,9 @@ async def test_content_parts_render_like_one_string(start_server: Any) -> None:
             assert ids[0]["tokens"] == ids[1]["tokens"]
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {"text": "x"}, {}])
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {"text": "x"}, {}]
+)
 async def test_other_content_parts_are_refused(start_server: Any, part: dict[str, Any]) -> None:
     """O-10."""
     async with start_server() as server:

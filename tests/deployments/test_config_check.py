@@ -68,7 +68,11 @@ def test_settings_come_from_a_deployment_file_or_by_themselves(repository: Path,
             "known there: max_body_bytes",
         ),
         (lambda d: application(d)["args"]["engine"].update(max_num_seqs=0), "engine.max_num_seqs", "greater than"),
-        (lambda d: application(d)["deployments"][1].update(name="Tokeniser"), f"{APP}.deployments[1].name", "Tokenizer"),
+        (
+            lambda d: application(d)["deployments"][1].update(name="Tokeniser"),
+            f"{APP}.deployments[1].name",
+            "Tokenizer",
+        ),
         (
             lambda d: application(d)["deployments"][3].update(num_replicas=2),
             f"{APP}.deployments[3].num_replicas",

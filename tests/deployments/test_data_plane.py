@@ -45,7 +45,9 @@ def test_a_message_survives_the_wire() -> None:
     assert decode(encode(sent)) == sent
 
 
-@pytest.mark.parametrize("message", [b"", b"\xc1", msgpack.packb(5), msgpack.packb([[1, 2]]), msgpack.packb([{"a": 1}])])
+@pytest.mark.parametrize(
+    "message", [b"", b"\xc1", msgpack.packb(5), msgpack.packb([[1, 2]]), msgpack.packb([{"a": 1}])]
+)
 def test_what_is_not_a_message_is_refused(message: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
         decode(message)

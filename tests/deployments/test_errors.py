@@ -20,7 +20,11 @@ async def test_an_unknown_model(start_server: Any, stream: bool) -> None:
             streaming = {"stream": stream} if path.startswith("/v1") else {}
             response = await server.http.post(path, json={"model": "no-such-model-xyz", **body, **streaming})
             error = server.error(response, 404)
-            assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
+            assert (error["code"], error["param"], error["type"]) == (
+                "model_not_found",
+                "model",
+                "invalid_request_error",
+            )
         assert server.error(await server.http.get("/v1/models/no-such"), 404)["code"] == "model_not_found"
 
 

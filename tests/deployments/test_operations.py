@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal.deployments.logs import JsonFormatter
 from shoal.deployments.metrics import TABLE
 
+
 async def test_ready_and_alive(start_server: Any) -> None:
     async with start_server() as server:
         assert (await server.http.get("/health/live")).json() == {"status": "alive"}

@@ -27,7 +27,9 @@ async def test_the_role_comes_first_and_the_head_is_the_same_in_every_chunk(star
         chunks = server.events(await server.chat(stream=True))
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert all("role" not in chunk["choices"][0]["delta"] for chunk in chunks[1:])
-    heads = [{key: chunk[key] for key in ("id", "object", "created", "model", "system_fingerprint")} for chunk in chunks]
+    heads = [
+        {key: chunk[key] for key in ("id", "object", "created", "model", "system_fingerprint")} for chunk in chunks
+    ]
     assert all(head == heads[0] for head in heads)
     assert heads[0]["object"] == "chat.completion.chunk"
 
@@ -75,7 +77,10 @@ async def test_each_choice_finishes_once_and_the_key_is_always_there(start_serve
 async def test_nothing_that_may_become_a_stop_string_leaks(start_server: Any) -> None:
     """O-07."""
     script = {
-        "rules": [{"match": "alphabet", "pieces": ["DEF", "GH", "IJ", "KL"]}, {"match": "other", "pieces": ["DEF", "X"]}],
+        "rules": [
+            {"match": "alphabet", "pieces": ["DEF", "GH", "IJ", "KL"]},
+            {"match": "other", "pieces": ["DEF", "X"]},
+        ],
         "default": {"pieces": ["ok"]},
     }
     async with start_server(script) as server:
@@ -108,7 +113,10 @@ async def test_a_failure_before_the_first_token_has_its_status(start_server: Any
 
 
 async def test_a_failure_in_the_middle_is_an_error_event_and_done(start_server: Any) -> None:
-    script = {"rules": [{"match": "fail", "pieces": ["a ", "b ", "c "], "fail_after": 3}], "default": {"pieces": ["ok"]}}
+    script = {
+        "rules": [{"match": "fail", "pieces": ["a ", "b ", "c "], "fail_after": 3}],
+        "default": {"pieces": ["ok"]},
+    }
     async with start_server(script) as server:
         *chunks, last = server.events(await server.chat("fail", stream=True))
         assert server.text(chunks).startswith("a")

@@ -69,15 +69,6 @@ async def test_the_hub_drops_what_nobody_waits_for() -> None:
     assert {choice: items[0].text for choice, items in (await stream.next(1.0)).items()} == {5: "z", 4: "z"}
 
 
-async def test_the_hub_is_idle_when_every_answer_is_closed() -> None:
-    hub = StreamHub()
-    assert hub.idle.is_set()
-    hub.open("answer")
-    assert not hub.idle.is_set()
-    hub.close("answer")
-    assert hub.idle.is_set()
-
-
 async def test_steps_from_another_thread_arrive_in_order() -> None:
     hub, stream = StreamHub(), RequestStream()
     hub.add("r", stream, 0, 1)

@@ -23,7 +23,10 @@ def stream(deny_list: DenyList, pieces: list[str]) -> tuple[list[str], bool]:
 
 
 def test_text_that_cannot_become_a_match_goes_out_at_once() -> None:
-    assert stream(DenyList({"w": r"\bkumquat\b"}), ["I like ", "pie", " a lot"]) == (["I like ", "pie", " a lot", ""], True)
+    assert stream(DenyList({"w": r"\bkumquat\b"}), ["I like ", "pie", " a lot"]) == (
+        ["I like ", "pie", " a lot", ""],
+        True,
+    )
 
 
 def test_what_may_become_a_match_is_held_until_it_is_known() -> None:
@@ -108,7 +111,9 @@ def test_patterns_that_a_stream_cannot_follow_are_refused(pattern: str, reason: 
         check_pattern("line 1", pattern)
 
 
-@pytest.mark.parametrize("pattern", [r"[$^{]x", r"\$5", r"[\]]a", r"(?:ab)+\d{2,3}", r"a{,3}b", r"\p{Greek}", r"[[:alpha:]]1"])
+@pytest.mark.parametrize(
+    "pattern", [r"[$^{]x", r"\$5", r"[\]]a", r"(?:ab)+\d{2,3}", r"a{,3}b", r"\p{Greek}", r"[[:alpha:]]1"]
+)
 def test_ordinary_patterns_are_taken(pattern: str) -> None:
     assert check_pattern("line 1", pattern) == pattern
 
@@ -128,7 +133,9 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         load_rails(GuardConfig(deny_list=path))
 
 
-@pytest.mark.parametrize(("content", "reason"), [(b"\n# nothing\n", "no pattern"), (b"\xff\xfe", "UTF-8"), (None, "read")])
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"\n# nothing\n", "no pattern"), (b"\xff\xfe", "UTF-8"), (None, "read")]
+)
 def test_a_file_that_is_no_list_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
     path = tmp_path / "words.txt"
     if content is not None:
