@@ -6,8 +6,8 @@
 Every stage keeps its name in both wirings, so that the `deployments` section of a YAML file finds it.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve looks at the annotation of `build` to validate `args`, and takes a
+# string for no annotation at all.
 import asyncio
 import logging
 from typing import Any

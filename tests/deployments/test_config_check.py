@@ -99,3 +99,14 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"x\.yaml"):
         check_file(path)
+
+
+def test_serve_validates_the_arguments_of_the_builder() -> None:
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+    from shoal.deployments.app import build
+
+    with pytest.raises(ValueError, match="modle"):
+        call_user_app_builder_with_args_if_necessary(build, {"engine": {"model": "x", "modle": 1}})
+    for mode in ("colocated", "separate"):
+        assert call_user_app_builder_with_args_if_necessary(build, {"engine": {"model": "x"}, "wiring": {"mode": mode}})
