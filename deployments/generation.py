@@ -170,3 +170,4 @@ class Generation:
         if submitted and may_run and not self._closed:
             self._outputs.abort(ids)
         self._closed = True
+        self._stream.close()

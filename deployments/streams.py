@@ -26,6 +26,9 @@ class RequestStream:
         self._pending: dict[int, list[RequestDelta]] = {}
         self._error: ShoalError | None = None
         self._wake = asyncio.Event()
+        # One timer that is moved on lazily, instead of one a token.
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits_until: float | None = None
 
     def push(self, choice: int, delta: RequestDelta) -> None:
         pending = self._pending.setdefault(choice, [])
@@ -44,11 +47,13 @@ class RequestStream:
         """What came since the last call, by choice; empty after `timeout_s` without anything. Raises the error that
         ended the stream."""
         if not self._wake.is_set():
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                return {}
+            loop = asyncio.get_running_loop()
+            self._waits_until = loop.time() + timeout_s
+            if self._timer is None or self._timer.when() > self._waits_until:
+                self.close()
+                self._timer = loop.call_at(self._waits_until, self._on_timer)
+            await self._wake.wait()
+            self._waits_until = None
         self._wake.clear()
         pending, self._pending = self._pending, {}
         if self._error is not None:
@@ -57,6 +62,22 @@ class RequestStream:
                 raise self._error
             self._wake.set()
         return pending
+
+    def close(self) -> None:
+        """Takes the timer back."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waits_until is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._waits_until:
+            self._timer = loop.call_at(self._waits_until, self._on_timer)
+        else:
+            self._wake.set()
 
 
 def merge(first: RequestDelta, second: RequestDelta) -> RequestDelta:

@@ -96,9 +96,12 @@ class RequestMiddleware:
         self._metrics.add("shoal_http_requests_in_flight", 1)
         try:
             await self._app(scope, receive, send_with_id)
-        except ClientGoneError:
+        except (ClientGoneError, asyncio.CancelledError) as gone:
             status = CLIENT_CLOSED_REQUEST
             self._metrics.add("shoal_client_disconnects_total", 1, (_route(scope),))
+            if isinstance(gone, asyncio.CancelledError):
+                # How Serve's proxies tell of a client that has hung up.
+                raise
         except Exception as error:
             if not isinstance(error, ShoalError):
                 logger.exception("a request failed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from starlette.responses import Response
@@ -67,14 +68,17 @@ class EventStreamResponse(Response):
         super().__init__(headers=_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self._first, self._rest, self._write_timeout_s, self._done = first, rest, write_timeout_s, done
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         watching = asyncio.ensure_future(client_gone(receive))
         try:
-            await asyncio.wait((writing, watching), return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done():
-                raise ClientGoneError
+            while not writing.done():
+                if watching.done() or self._is_stuck():
+                    raise ClientGoneError
+                patience_s = self._write_timeout_s / 4
+                await asyncio.wait((writing, watching), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             writing.result()
         finally:
             watching.cancel()
@@ -83,15 +87,20 @@ class EventStreamResponse(Response):
             await self._rest.aclose()
             self._done()
 
+    def _is_stuck(self) -> bool:
+        """One write takes too long: looked at now and then, because a timer for each chunk costs as much as its text."""
+        return self._sending_since is not None and time.monotonic() - self._sending_since > self._write_timeout_s
+
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in _chain(self._first, self._rest):
-            try:
-                async with asyncio.timeout(self._write_timeout_s):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except (TimeoutError, OSError):
-                raise ClientGoneError from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in _chain(self._first, self._rest):
+                self._sending_since = time.monotonic()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._sending_since = None
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            raise ClientGoneError from None
 
 
 async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
