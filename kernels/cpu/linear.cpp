@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "parallel.h"
+#include "replay.h"
 
 namespace shoal {
 namespace {
@@ -238,3 +239,6 @@ void shoal_linear(const float* x, i64 x_stride, const void* packed, int bytes, c
         Linear<float>{x, x_stride, (const float*)packed, bias, output, rows, depth, panels, threads}.dispatch<1>();
 }
 }
+
+SHOAL_REPLAYABLE(weight_rows)
+SHOAL_REPLAYABLE(linear)

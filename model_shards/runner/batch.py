@@ -32,6 +32,11 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
 
+    @property
+    def every_row_samples(self) -> bool:
+        """A step of decodes only (or of one-token prompts), each of which draws a token."""
+        return len(self.chunks) == self.num_tokens and all(chunk.samples for chunk in self.chunks)
+
 
 def build_batch(
     chunks: list[ScheduledChunk],
