@@ -63,7 +63,7 @@ class ModelRunner:
             return output
         sequences = [self.table.extend(chunk) for chunk in plan.chunks]
         self._receive_tokens(plan.chunks, sequences)
-        batch = build_batch(plan.chunks, sequences, self.table, self.settings.block_size, self.device)
+        batch = build_batch(plan.chunks, sequences, self.table, self.settings.block_size)
         computed = self._forward(batch)
         sampling = [seq for chunk, seq in zip(plan.chunks, sequences, strict=True) if chunk.samples]
         if self.context.position.is_last_stage:
@@ -77,14 +77,15 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch) -> Computed:
         position = self.context.position
-        inputs = batch.token_ids
+        received = None
         if not position.is_first_stage:
             shape = (batch.num_tokens, self.config.hidden_size)
-            inputs = torch.empty(shape, dtype=self.model.ops.activation_dtype, device=self.device)
-            self.context.receive_hidden(inputs)
-        computed = self.captured.run(batch, inputs)
+            received = torch.empty(shape, dtype=self.model.ops.activation_dtype, device=self.device)
+            self.context.receive_hidden(received)
+        computed = self.captured.run(batch, received)
         if computed is None:
-            computed = Computed(self.model.forward(inputs, self.pages, batch.meta))
+            token_ids, meta = batch.tensors(self.device)
+            computed = Computed(self.model.forward(token_ids if received is None else received, self.pages, meta))
             if not position.is_last_stage:
                 self.context.send_hidden(computed.hidden)
         elif not position.is_last_stage:
@@ -115,12 +116,14 @@ class ModelRunner:
         """`sequences`: those that sample, in the plan's order, which is the order of the output's columns."""
         if not sequences:
             return
-        last_row = {seq.seq_id: int(stop) - 1 for seq, stop in zip(batch.sequences, batch.query_start[1:], strict=True)}
-        rows = [last_row[sequence.seq_id] for sequence in sequences]
-        pieces: Iterable[tuple[slice, torch.Tensor | None]] = self._logits(computed.hidden, rows)
-        if computed.logits is not None:
-            assert rows == list(range(len(computed.logits))), "logits of every row, but not every row samples"
+        pieces: Iterable[tuple[slice, torch.Tensor | None]]
+        if computed.logits is not None:  # of every row, and every row samples: batch and plan have one order
+            assert len(sequences) == len(computed.logits)
             pieces = [(slice(None), computed.logits)]
+        else:
+            stops = zip(batch.sequences, batch.query_start[1:], strict=True)
+            last_row = {sequence.seq_id: int(stop) - 1 for sequence, stop in stops}
+            pieces = self._logits(computed.hidden, [last_row[sequence.seq_id] for sequence in sequences])
         drawn: list[int] = []
         for piece, logits in pieces:
             if logits is not None:

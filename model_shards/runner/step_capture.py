@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shoal.kernels.capture import Program
@@ -52,7 +53,7 @@ class StepCapture:
         self._programs: OrderedDict[_Key, Program[_Result]] = OrderedDict()
         self._seen: set[_Key] = set()
         self._logit_rows = max_logit_rows(model.config.vocab_size)
-        self._inputs = _Inputs(model, settings, self.max_tokens, pages[0].k.device)
+        self._inputs = _Inputs(model, settings, self.max_tokens)
         self.replays = 0
 
     @property
@@ -63,8 +64,9 @@ class StepCapture:
     def __len__(self) -> int:
         return len(self._programs)
 
-    def run(self, batch: ForwardBatch, inputs: torch.Tensor) -> Computed | None:
-        """The step by a program, or None: it has to run by itself. `inputs`: what `Decoder.forward` takes."""
+    def run(self, batch: ForwardBatch, received: torch.Tensor | None) -> Computed | None:
+        """The step by a program, or None: it has to run by itself. `received`: the previous stage's hidden states,
+        None on the first stage."""
         count = batch.num_tokens
         if self._capturer is None or count > self.max_tokens:
             return None
@@ -74,7 +76,7 @@ class StepCapture:
         if program is None and key not in self._seen:
             self._seen.add(key)
             return None
-        if not self._inputs.fill(batch, inputs):
+        if not self._inputs.fill(batch, received):
             return None
         if program is None:
             return self._capture(key)
@@ -104,46 +106,52 @@ class StepCapture:
 
 
 class _Inputs:
-    """What a step is told, in tensors that never move. A step of n tokens sees the first n rows of each."""
+    """What a step is told, in tensors that never move. A step of n tokens sees the first n rows of each. They are in
+    the host's memory, written through numpy: a fraction of what torch takes for a copy of a few numbers."""
 
-    def __init__(self, model: Decoder, settings: RunnerSettings, rows: int, device: torch.device) -> None:
-        self._model, self._settings = model, settings
-        if model.stage.is_first:
-            self.inputs = torch.zeros(rows, dtype=torch.int64, device=device)
-        else:
-            self.inputs = torch.zeros(rows, model.config.hidden_size, dtype=model.ops.activation_dtype, device=device)
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.slots = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(rows, settings.max_blocks_per_sequence, dtype=torch.int32, device=device)
+    def __init__(self, model: Decoder, settings: RunnerSettings, rows: int) -> None:
+        self._config, self._settings = model.config, settings
+        self.hidden: torch.Tensor | None = None
+        """What the previous stage sent; on the first stage there are token ids instead."""
+        if not model.stage.is_first:
+            self.hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.ops.activation_dtype)
+        self.token_ids = np.zeros(rows, dtype=np.int64)
+        self.positions = np.zeros(rows, dtype=np.int64)
+        self.slots = np.zeros(rows, dtype=np.int64)
+        self.query_start = np.zeros(rows + 1, dtype=np.int32)
+        self.seq_lens = np.zeros(rows, dtype=np.int32)
+        self.tables = np.zeros((rows, settings.max_blocks_per_sequence), dtype=np.int32)
 
     def of_size(self, count: int, *, decodes_only: bool) -> tuple[torch.Tensor, AttentionMetadata]:
         """The model's inputs for `count` tokens of any sequences of any length."""
         meta = AttentionMetadata(
-            query_start=self.query_start[: count + 1],
-            seq_lens=self.seq_lens[:count],
-            block_tables=self.tables[:count],
-            slot_mapping=self.slots[:count],
-            positions=self.positions[:count],
+            query_start=torch.from_numpy(self.query_start[: count + 1]),
+            seq_lens=torch.from_numpy(self.seq_lens[:count]),
+            block_tables=torch.from_numpy(self.tables[:count]),
+            slot_mapping=torch.from_numpy(self.slots[:count]),
+            positions=torch.from_numpy(self.positions[:count]),
             max_query_len=1 if decodes_only else count,
             max_seq_len=self._settings.max_model_len,
             num_decodes=count if decodes_only else 0,
         )
-        return self.inputs[:count], meta
+        return torch.from_numpy(self.token_ids[:count]) if self.hidden is None else self.hidden[:count], meta
 
-    def fill(self, batch: ForwardBatch, inputs: torch.Tensor) -> bool:
+    def fill(self, batch: ForwardBatch, received: torch.Tensor | None) -> bool:
         """False for token ids that no embedding has: programs do not check their inputs."""
-        if self._model.stage.is_first and not 0 <= inputs.min() <= inputs.max() < self._model.config.vocab_size:
+        count, sequences = batch.num_tokens, len(batch.chunks)
+        if self.hidden is not None:
+            assert received is not None, "a later stage computes on what it received"
+            self.hidden[:count] = received
+        elif not 0 <= batch.token_ids.min() <= batch.token_ids.max() < self._config.vocab_size:
             return False
-        meta, count, sequences = batch.meta, batch.num_tokens, len(batch.chunks)
-        self.inputs[:count] = inputs
-        self.positions[:count] = meta.positions
-        self.slots[:count] = meta.slot_mapping
-        self.query_start[: sequences + 1] = meta.query_start
-        self.seq_lens[:sequences] = meta.seq_lens
+        else:
+            self.token_ids[:count] = batch.token_ids
+        self.positions[:count] = batch.positions
+        self.slots[:count] = batch.slots
+        self.query_start[: sequences + 1] = batch.query_start
+        self.seq_lens[:sequences] = batch.seq_lens
         # A block table is read up to its sequence's length; what an earlier step left beyond does not matter.
-        self.tables[:sequences, : meta.block_tables.shape[1]] = meta.block_tables
+        self.tables[:sequences, : batch.block_tables.shape[1]] = batch.block_tables
         if sequences < count:
             self.query_start[sequences + 1 : count + 1] = count
             self.seq_lens[sequences:count] = 0

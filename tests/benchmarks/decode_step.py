@@ -90,7 +90,7 @@ class ModelTime:
 
 @contextmanager
 def eager(runner: ModelRunner) -> Iterator[None]:
-    with mock.patch.object(runner.captured, "run", lambda *_: None):
+    with mock.patch.object(runner.captured, "run", return_value=None):
         yield
 
 
@@ -148,8 +148,9 @@ def main() -> None:
     )
     runner = ModelRunner(settings, ParallelContext.single())
     model = ModelTime(runner, bench.clock)
+    how = f"{options.threads} threads, {options.clock} clock"
     limits = f"read {bench.read_gb_s:.1f} GB/s, fp32 {bench.peak_gflop_s:.0f} GFLOP/s"
-    print(f"SmolLM2-135M {options.dtype}, context {options.context}, {options.threads} threads, {options.clock} clock; {limits}")
+    print(f"SmolLM2-135M {options.dtype}, context {options.context}, {how}; {limits}")
     print(f"{'batch':>5} {'':>9} {'ms':>8} {'outside':>8} {'roofline':>9} {'tokens/s':>9}")
     rows = [r for b in options.batch for r in measure(runner, model, bench, b, options.context, options.steps)]
     for r in rows:
