@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.kernels.capture import Capturer
 from shoal.kernels.page_format import KVPages, Layout
 
 
@@ -113,6 +114,10 @@ class Ops(ABC):
     @abstractmethod
     def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, 2 * n] (gate, up) -> gelu_tanh(gate) * up [num_tokens, n]."""
+
+    def capturer(self, pool_bytes: int) -> Capturer | None:
+        """Records sequences of operators whose results fit `pool_bytes`; None where the backend cannot."""
+        return None
 
     @abstractmethod
     def explain(self) -> dict[str, str]:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "replay.h"
 #include "scores.h"
 
 namespace shoal {
@@ -333,3 +334,5 @@ extern "C" void shoal_paged_attention(const float* q, const void* k, const void*
         Attention<float>{s, q, (const float*)k, (const float*)v, query_start, seq_lens, tables, scale, out, lse}.run(
             num_tokens, threads);
 }
+
+SHOAL_REPLAYABLE(paged_attention)

@@ -1,4 +1,5 @@
-"""Checks of the indices that native code follows blindly, for SHOAL_KERNEL_CHECKS=1: each costs a pass."""
+"""Checks of the indices that native code follows blindly: each costs a pass, so all but `check_rows` are made with
+SHOAL_KERNEL_CHECKS=1 only."""
 
 from __future__ import annotations
 
@@ -6,6 +7,13 @@ import torch
 
 from shoal.kernels.ops import AttentionMetadata
 from shoal.kernels.page_format import KVPages
+
+
+def check_rows(index: torch.Tensor, num_rows: int) -> None:
+    """Rows of a weight by token id. In numpy: a fraction of the time, and a capture need not know of it."""
+    ids = index.numpy()
+    if ids.size and not 0 <= ids.min() <= ids.max() < num_rows:
+        raise IndexError(f"row index outside of the weight's {num_rows} rows")
 
 
 def check_positions(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -11,14 +11,18 @@
 #include <algorithm>
 
 #include "parallel.h"
+#include "replay.h"
 
 namespace shoal {
 namespace {
 
 constexpr int NR = 2 * VL;                        // outputs of a panel
 constexpr int MR = REGISTERS == 32 ? 12 : 6;      // rows of a register tile: MR * 2 accumulators
-constexpr i64 KC = 384;                           // K of a block: KC * NR fp32 weights stay in L1
+constexpr i64 KC = 192;                           // K of a block: its weights, the next block's and a tile fit L1
 constexpr i64 MC = 96;                            // rows of a block: MC * KC activations stay in L2
+constexpr i64 AHEAD = 2 << 10;                    // bytes of a panel fetched before they are needed
+constexpr i64 L2_FLOATS = 64 << 10;               // activations that stay in L2 beside the weights
+constexpr int LINE = 64;                          // bytes of a cache line
 constexpr i64 WAKE_BYTES = 64 << 10;              // weights one thread reads in the time another needs to wake up
 
 struct Panel {  // one step of K of one panel, widened
@@ -48,21 +52,33 @@ struct Tile {
             }
     }
 
-    // Activation (row r, step k) is at a[r * row_step + k * k_step].
     template <class W>
-    SHOAL_INLINE void accumulate(const float* a, i64 row_step, i64 k_step, const W* w, i64 panel_size, i64 depth) {
-#pragma GCC unroll 2
-        for (i64 k = 0; k < depth; k++) {
-            Panel b[PANELS];
-            for (int p = 0; p < PANELS; p++) b[p] = weights(w + p * panel_size + k * NR);
-            for (int r = 0; r < ROWS; r++) {
-                vf x = splat(a[r * row_step + k * k_step]);
-                for (int p = 0; p < PANELS; p++) {
-                    acc[r][p][0] += x * b[p].first;
-                    acc[r][p][1] += x * b[p].second;
-                }
+    SHOAL_INLINE void add(const float* a, i64 row_step, const W* w, i64 panel_size) {
+        Panel b[PANELS];
+        for (int p = 0; p < PANELS; p++) b[p] = weights(w + p * panel_size);
+        for (int r = 0; r < ROWS; r++) {
+            vf x = splat(a[r * row_step]);
+            for (int p = 0; p < PANELS; p++) {
+                acc[r][p][0] += x * b[p].first;
+                acc[r][p][1] += x * b[p].second;
             }
         }
+    }
+
+    // Activation (row r, step k) is at a[r * row_step + k * k_step]. Meanwhile `ahead` (one a panel, panel_size apart) is
+    // fetched into the cache, `ahead_step` bytes a step of K.
+    template <class W>
+    SHOAL_INLINE void accumulate(const float* a, i64 row_step, i64 k_step, const W* w, i64 panel_size, i64 depth,
+                                 const W* ahead, i64 ahead_step) {
+        constexpr int STEPS = LINE / (NR * sizeof(W)) < 1 ? 1 : LINE / (NR * sizeof(W));  // of K in a line of weights
+        const char* fetch = reinterpret_cast<const char*>(ahead);
+        i64 k = 0;
+        for (; k + STEPS <= depth; k += STEPS, fetch += STEPS * ahead_step) {
+            if constexpr (ROWS > 1)  // one row leaves the hardware's own prefetching time enough
+                for (int p = 0; p < PANELS; p++) __builtin_prefetch(fetch + p * panel_size * sizeof(W));
+            for (int i = 0; i < STEPS; i++) add(a + (k + i) * k_step, row_step, w + (k + i) * NR, panel_size);
+        }
+        for (; k < depth; k++) add(a + k * k_step, row_step, w + k * NR, panel_size);
     }
 
     template <class Move>
@@ -113,7 +129,8 @@ struct Linear {
     void few_rows_tile(i64 panel) const {
         Tile<ROWS, PANELS> tile{};
         tile.from_bias(bias, panel * NR);
-        tile.accumulate(x, x_stride, 1, w + panel * depth * NR, depth * NR, depth);
+        const W* from = w + panel * depth * NR;
+        tile.accumulate(x, x_stride, 1, from, depth * NR, depth, from + AHEAD / sizeof(W), NR * sizeof(W));
         tile.store_to(out, 0, ROWS, panel * NR);
     }
 
@@ -140,19 +157,32 @@ struct Linear {
         }
     }
 
-    // Panels [panel, panel_end) for tiles [tile, tile_end): a block of weights stays in L1 for all tiles.
+    // Steps [k0, k0 + KC) of one panel for tiles [tile, tile_end). They find the weights in the cache, where the tiles of
+    // the panel before fetched them; so do they, a part each, with those that come next in memory.
+    template <int ROWS>
+    void pass(const float* packed, i64 first_tile, i64 tile_end, i64 p, i64 k0) const {
+        i64 kc = std::min(KC, depth - k0), tiles = tile_end - first_tile;
+        const W *now = w + (p * depth + k0) * NR, *next = now + kc * NR;
+        for (i64 t = first_tile; t < tile_end; t++) {
+            Tile<ROWS, 1> tile{};
+            if (k0 == 0) tile.from_bias(bias, p * NR);
+            else tile.load_from(out, t * ROWS, rows - t * ROWS, p * NR);
+            tile.accumulate(packed + (t * depth + k0) * ROWS, 1, ROWS, now, 0, kc,
+                            next + (t - first_tile) * kc * NR / tiles, NR * sizeof(W) / tiles + 1);
+            tile.store_to(out, t * ROWS, rows - t * ROWS, p * NR);
+        }
+    }
+
+    // Panels [panel, panel_end) for tiles [tile, tile_end): a block of weights stays in L1 for all tiles. The weights go
+    // by in the order of memory, except where so many activations would not stay in L2.
     template <int ROWS>
     void block(const float* packed, i64 first_tile, i64 tile_end, i64 panel, i64 panel_end) const {
-        for (i64 k0 = 0; k0 < depth; k0 += KC) {
-            i64 kc = std::min(KC, depth - k0);
+        if ((tile_end - first_tile) * ROWS * depth <= L2_FLOATS) {
             for (i64 p = panel; p < panel_end; p++)
-                for (i64 t = first_tile; t < tile_end; t++) {
-                    Tile<ROWS, 1> tile{};
-                    if (k0 == 0) tile.from_bias(bias, p * NR);
-                    else tile.load_from(out, t * ROWS, rows - t * ROWS, p * NR);
-                    tile.accumulate(packed + (t * depth + k0) * ROWS, 1, ROWS, w + (p * depth + k0) * NR, 0, kc);
-                    tile.store_to(out, t * ROWS, rows - t * ROWS, p * NR);
-                }
+                for (i64 k0 = 0; k0 < depth; k0 += KC) pass<ROWS>(packed, first_tile, tile_end, p, k0);
+        } else {
+            for (i64 k0 = 0; k0 < depth; k0 += KC)
+                for (i64 p = panel; p < panel_end; p++) pass<ROWS>(packed, first_tile, tile_end, p, k0);
         }
     }
 
@@ -238,3 +268,6 @@ void shoal_linear(const float* x, i64 x_stride, const void* packed, int bytes, c
         Linear<float>{x, x_stride, (const float*)packed, bias, output, rows, depth, panels, threads}.dispatch<1>();
 }
 }
+
+SHOAL_REPLAYABLE(weight_rows)
+SHOAL_REPLAYABLE(linear)

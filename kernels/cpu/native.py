@@ -24,11 +24,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gated": (_P, _L, _I, _P, _L, _L, _I),
     "store_kv": (_P, _L, _P, _L, _P, _P, _I, _P, _L, _L, _L, _L, _I),
     "paged_attention": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _P, _P, _L, _I),
+    "run_program": (_P, _L),
+    "add": (_P, _P, _P, _L),
+    "scale": (_P, _F, _P, _L),
+    "take_rows": (_P, _I, _L, _P, _L, _P),
+    "widen": (_P, _P, _L),
 }
 
 
 class Native:
-    """A loaded library: one attribute a function, and `panel_outputs`, the width of a packed panel."""
+    """A loaded library: one attribute a function, and `panel_outputs`, the width of a packed panel. `replayable`: the
+    functions that a program may call, each with the address of its `SHOAL_REPLAYABLE`."""
 
     pack_weight: Callable[..., None]
     weight_rows: Callable[..., None]
@@ -39,18 +45,33 @@ class Native:
     gated: Callable[..., None]
     store_kv: Callable[..., None]
     paged_attention: Callable[..., None]
+    run_program: Callable[..., None]
+    add: Callable[..., None]
+    scale: Callable[..., None]
+    take_rows: Callable[..., None]
+    widen: Callable[..., None]
 
     def __init__(self, library: Path) -> None:
         try:
             loaded = ctypes.CDLL(str(library))
         except OSError as error:
             raise NativeUnavailableError(f"the native unit could not be loaded: {error}") from error
+        self.signatures = _SIGNATURES
+        self.replayable: dict[str, int] = {}
         for name, parameters in _SIGNATURES.items():
             function = getattr(loaded, f"shoal_{name}")
             function.argtypes, function.restype = parameters, None
             setattr(self, name, function)
+            if hasattr(loaded, f"shoal_replay_{name}"):
+                self.replayable[name] = _address(getattr(loaded, f"shoal_replay_{name}"))
         self.panel_outputs = int(loaded.shoal_panel_outputs())
         self.library = library
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def load() -> Native:

@@ -11,8 +11,10 @@ import os
 
 import torch
 
+from shoal.kernels.capture import Capturer
 from shoal.kernels.cpu import checks
 from shoal.kernels.cpu.native import Native
+from shoal.kernels.cpu.program import CpuCapturer
 from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
 
@@ -50,8 +52,7 @@ class PackedWeight(LinearWeight):
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         index = index.to(torch.int64).contiguous()
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.out_features:
-            raise IndexError(f"row index outside of the weight's {self.out_features} rows")
+        checks.check_rows(index, self.out_features)
         out = torch.empty((len(index), self.in_features))
         self._native.weight_rows(
             self.address, self.itemsize, self.in_features, index.data_ptr(), len(index), out.data_ptr(),
@@ -198,6 +199,9 @@ class CpuOps(Ops):
             rows.data_ptr(), rows.stride(0), gelu, out.data_ptr(), rows.shape[0], width, torch.get_num_threads()
         )
         return out
+
+    def capturer(self, pool_bytes: int) -> Capturer | None:
+        return CpuCapturer(self._native, pool_bytes)
 
     def explain(self) -> dict[str, str]:
         lanes = self._native.panel_outputs // 2

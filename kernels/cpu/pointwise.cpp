@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "parallel.h"
+#include "replay.h"
 
 namespace shoal {
 namespace {
@@ -143,3 +144,9 @@ void shoal_store_kv(const float* k, i64 k_stride, const float* v, i64 v_stride, 
     });
 }
 }
+
+SHOAL_REPLAYABLE(rms_norm)
+SHOAL_REPLAYABLE(head_rms_norm)
+SHOAL_REPLAYABLE(rotary)
+SHOAL_REPLAYABLE(gated)
+SHOAL_REPLAYABLE(store_kv)

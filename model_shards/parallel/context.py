@@ -139,6 +139,8 @@ class ParallelContext:
         """From the sampling rank to every other rank. Returns at once: a stage reads them when it needs them, so that
         no cycle of waits can form with the hidden states that travel the other way."""
         position = self.position
+        if position.world_size == 1:
+            return
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         peers = position.world_size - 1
         for target in range(position.world_size):

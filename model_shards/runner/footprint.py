@@ -15,6 +15,15 @@ from shoal.model_shards.parallel.split import HeadSplit, split_evenly, vocab_sha
 LOGITS_BYTES = 64 << 20
 """Logits of one piece at most: longer columns of rows are sampled or scored piece by piece."""
 
+MAX_CAPTURED_TOKENS = 64
+"""Tokens of the largest step that runs as a program; beyond, what the operators do outweighs calling them."""
+
+PROGRAM_BYTES = 16 << 20
+"""Recordings of all programs of a rank; a layer takes about 1 KiB of one."""
+
+_CAPTURED_SLACK = 64 << 10
+"""Alignment and gaps in the pool of captured steps."""
+
 _LOGITS_COPIES = 4
 """Logits as computed, in fp32, as probabilities, and sorted."""
 
@@ -40,21 +49,36 @@ def activation_bytes(
     activation_dtype: torch.dtype,
     tp_size: int = 1,
 ) -> int:
-    """Hidden states of the largest step, logits of the largest piece, and the rotary tables. An upper estimate: it
-    counts a layer's intermediate results as if none were freed within the layer."""
-    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
-    inner = config.intermediate_size // tp_size
-    qkv = (heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
-    per_token = 5 * config.hidden_size + qkv + 2 * heads.num_heads * config.head_dim + 3 * inner
+    """Hidden states of the largest step, logits of the largest piece, the rotary tables, and the captured steps (one
+    rank a stage). An upper estimate: it counts a layer's intermediate results as if none were freed within it."""
+    per_token = _activations_per_token(config, tp_size)
     tables = 1 if config.rope_local_theta is None else 2
     rotary = tables * max_model_len * config.head_dim * torch.float32.itemsize
     logits = _LOGITS_COPIES * max_logit_rows(config.vocab_size) * config.vocab_size * torch.float32.itemsize
-    return max_num_batched_tokens * per_token * activation_dtype.itemsize + logits + rotary
+    captured = 0
+    if tp_size == 1:
+        tokens = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
+        captured = captured_bytes(config, tokens, activation_dtype) + PROGRAM_BYTES
+    return max_num_batched_tokens * per_token * activation_dtype.itemsize + logits + rotary + captured
+
+
+def captured_bytes(config: ModelConfig, num_tokens: int, activation_dtype: torch.dtype) -> int:
+    """What a program of so many tokens computes: hidden states and logits, of one rank a stage."""
+    logits = min(num_tokens, max_logit_rows(config.vocab_size)) * config.vocab_size * torch.float32.itemsize
+    return num_tokens * _activations_per_token(config, 1) * activation_dtype.itemsize + logits + _CAPTURED_SLACK
 
 
 def max_logit_rows(vocab_size: int) -> int:
     """Rows of logits that are held at once."""
     return max(1, LOGITS_BYTES // (vocab_size * torch.float32.itemsize))
+
+
+def _activations_per_token(config: ModelConfig, tp_size: int) -> int:
+    """Elements that a layer makes of one token."""
+    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
+    inner = config.intermediate_size // tp_size
+    qkv = (heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
+    return 5 * config.hidden_size + qkv + 2 * heads.num_heads * config.head_dim + 3 * inner
 
 
 def _stage_weights(config: ModelConfig, stage: Stage, dtype: torch.dtype, tp_size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -16,6 +16,7 @@ from shoal.model_shards.runner.footprint import max_logit_rows
 from shoal.model_shards.runner.loading import load_stage
 from shoal.model_shards.runner.sequences import PLACEHOLDER_TOKEN, LiveSequence, SequenceTable
 from shoal.model_shards.runner.settings import RunnerSettings
+from shoal.model_shards.runner.step_capture import Computed, StepCapture
 from shoal.model_shards.sampling.logprobs import prompt_logprobs
 from shoal.model_shards.sampling.sampler import Sampler
 
@@ -42,6 +43,7 @@ class ModelRunner:
             self.model.ops.layout, settings.block_size, heads.num_kv_heads, self.config.head_dim, settings.kv_dtype
         )
         self.pages = [page.allocate(settings.num_blocks, self.device) for _ in self.model.stage.layers]
+        self.captured = StepCapture(self.model, self.pages, settings)
         self._sampler = Sampler(tuple({*self.config.eos_token_ids, *settings.eos_token_ids}))
         self._rows_per_piece = max_logit_rows(self.config.vocab_size)
         self._unreceived: deque[list[LiveSequence]] = deque()
@@ -61,29 +63,34 @@ class ModelRunner:
             return output
         sequences = [self.table.extend(chunk) for chunk in plan.chunks]
         self._receive_tokens(plan.chunks, sequences)
-        batch = build_batch(plan.chunks, sequences, self.table, self.settings.block_size, self.device)
-        hidden = self._forward(batch)
+        batch = build_batch(plan.chunks, sequences, self.table, self.settings.block_size)
+        computed = self._forward(batch)
         sampling = [seq for chunk, seq in zip(plan.chunks, sequences, strict=True) if chunk.samples]
         if self.context.position.is_last_stage:
-            self._score_prompts(batch, hidden, output)
-            self._sample(batch, hidden, sampling, output)
+            self._score_prompts(batch, computed.hidden, output)
+            self._sample(batch, computed, sampling, output)
         if sampling and not self.samples:
             self._unreceived.append(sampling)
         return output
 
     # --- the model ------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch) -> Computed:
         position = self.context.position
-        inputs = batch.token_ids
+        received = None
         if not position.is_first_stage:
             shape = (batch.num_tokens, self.config.hidden_size)
-            inputs = torch.empty(shape, dtype=self.model.ops.activation_dtype, device=self.device)
-            self.context.receive_hidden(inputs)
-        hidden = self.model.forward(inputs, self.pages, batch.meta)
-        if not position.is_last_stage:
-            self.context.send_hidden(hidden)
-        return hidden
+            received = torch.empty(shape, dtype=self.model.ops.activation_dtype, device=self.device)
+            self.context.receive_hidden(received)
+        computed = self.captured.run(batch, received)
+        if computed is None:
+            token_ids, meta = batch.tensors(self.device)
+            computed = Computed(self.model.forward(token_ids if received is None else received, self.pages, meta))
+            if not position.is_last_stage:
+                self.context.send_hidden(computed.hidden)
+        elif not position.is_last_stage:
+            self.context.send_hidden(computed.hidden.clone())  # the next step may overwrite it before it is sent
+        return computed
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
@@ -104,15 +111,21 @@ class ModelRunner:
     # --- what comes of it -----------------------------------------------------------------------------------------
 
     def _sample(
-        self, batch: ForwardBatch, hidden: torch.Tensor, sequences: list[LiveSequence], output: StepOutput
+        self, batch: ForwardBatch, computed: Computed, sequences: list[LiveSequence], output: StepOutput
     ) -> None:
         """`sequences`: those that sample, in the plan's order, which is the order of the output's columns."""
         if not sequences:
             return
-        last_row = {seq.seq_id: int(stop) - 1 for seq, stop in zip(batch.sequences, batch.query_start[1:], strict=True)}
-        rows = [last_row[sequence.seq_id] for sequence in sequences]
+        pieces: Iterable[tuple[slice, torch.Tensor | None]]
+        if computed.logits is not None:  # of every row, and every row samples: batch and plan have one order
+            assert len(sequences) == len(computed.logits)
+            pieces = [(slice(None), computed.logits)]
+        else:
+            stops = zip(batch.sequences, batch.query_start[1:], strict=True)
+            last_row = {sequence.seq_id: int(stop) - 1 for sequence, stop in stops}
+            pieces = self._logits(computed.hidden, [last_row[sequence.seq_id] for sequence in sequences])
         drawn: list[int] = []
-        for piece, logits in self._logits(hidden, rows):
+        for piece, logits in pieces:
             if logits is not None:
                 drawn += self._draw(sequences[piece], logits, output)
         if self.samples:

@@ -11,8 +11,10 @@ import torch
 
 from shoal.model_shards.engine.plan import NewSequence, ScheduledChunk, StepOutput, StepPlan
 from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.runner.batch import ForwardBatch
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
+from shoal.model_shards.runner.step_capture import Computed
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.weights.sources import ModelSource
 
@@ -44,15 +46,16 @@ def make_runner(path: Path, **changes: Any) -> ModelRunner:
 
 
 def watch_hidden(runner: ModelRunner) -> list[torch.Tensor]:
-    """Collects what each step's forward pass returns (rows in batch order), to take logits of every row."""
+    """Collects the hidden states of each step (rows in batch order), captured or not, to take logits of every row."""
     seen: list[torch.Tensor] = []
-    forward = runner.model.forward
+    forward = runner._forward
 
-    def watched(*arguments: Any) -> torch.Tensor:
-        seen.append(forward(*arguments))
-        return seen[-1]
+    def watched(batch: ForwardBatch) -> Computed:
+        computed = forward(batch)
+        seen.append(computed.hidden.clone())
+        return computed
 
-    runner.model.forward = watched  # type: ignore[method-assign]
+    runner._forward = watched  # type: ignore[method-assign]
     return seen
 
 
