@@ -94,6 +94,16 @@ class QuantizedMatrix:
         assert scales is not None
         return QuantizedMatrix(self.format, self.in_features, quants, scales, minima)
 
+    def columns(self, start: int, count: int) -> QuantizedMatrix:
+        """Input features [start, start + count), which begin and end between groups."""
+        if (start, count) == (0, self.in_features):
+            return self
+        assert start % GROUP == 0, start
+        assert count % GROUP == 0 or start + count == self.in_features, (start, count)
+        part = slice(start // GROUP, -(-(start + count) // GROUP))
+        minima = None if self.minima is None else self.minima[:, part]
+        return QuantizedMatrix(self.format, count, self.quants[:, part], self.scales[:, part], minima)
+
     def integers(self) -> torch.Tensor:
         """int8 [out_features, groups, 32]: what the scale is multiplied by."""
         if self.format is QuantFormat.INT8:

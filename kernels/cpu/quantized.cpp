@@ -33,6 +33,7 @@ constexpr int GROUP = 32;
 constexpr int STEPS = GROUP / 4;                   // of four K
 constexpr int MAX_ROWS = REGISTERS == 32 ? 6 : 4;  // of a register tile
 constexpr i64 ROW_BLOCK = 96;                      // rows that one task multiplies: their quants stay in L2
+constexpr i64 AHEAD = 2 << 10;                     // bytes that weights are fetched in advance
 constexpr i64 WAKE_BYTES = 64 << 10;               // weights one thread reads in the time another needs to wake up
 constexpr i64 WAKE_FLOATS = 16 << 10;              // activations, likewise, to be quantized
 
@@ -152,6 +153,7 @@ struct Linear {
         }
         const std::uint8_t* group = w + panel * x.groups * group_bytes(FORMAT);
         for (i64 g = 0; g < x.groups; g++, group += group_bytes(FORMAT)) {
+            for (i64 line = 0; line < group_bytes(FORMAT); line += 64) __builtin_prefetch(group + AHEAD + line);
             i64 at = row * x.groups + g;
             ints8 totals[ROWS][2];
             multiply<FORMAT, ROWS>(group, x.quants + at * GROUP, x.groups * GROUP, totals);
