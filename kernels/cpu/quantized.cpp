@@ -105,8 +105,10 @@ void quantize_row(const float* x, i64 depth, int format, const Activations& to, 
 // Products of one group, quants of ROWS activation rows that lie row_bytes apart: totals[row][half of the panel].
 template <int FORMAT, int ROWS>
 SHOAL_INLINE void multiply(const std::uint8_t* w, const std::int8_t* x, i64 row_bytes, ints8 (&totals)[ROWS][2]) {
+    // Unrolled further, GCC sums all products at the end, out of memory.
     if constexpr (FORMAT == INT8) {
         for (int r = 0; r < ROWS; r++) totals[r][0] = totals[r][1] = ints8{};
+#pragma GCC unroll 2
         for (int s = 0; s < STEPS; s++) {
             bytes32 first = load_as<bytes32>(w + s * 64), second = load_as<bytes32>(w + s * 64 + 32);
             for (int r = 0; r < ROWS; r++) {
@@ -117,6 +119,7 @@ SHOAL_INLINE void multiply(const std::uint8_t* w, const std::int8_t* x, i64 row_
         }
     } else {
         shorts16 sums[ROWS][2] = {};
+#pragma GCC unroll 2
         for (int s = 0; s < STEPS; s++) {
             bytes32 both = load_as<bytes32>(w + s * 32), first = low_nibbles(both), second = high_nibbles(both);
             for (int r = 0; r < ROWS; r++) {
