@@ -37,7 +37,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inverse = torch.where(peak > 0, 127 / peak, 0)
     return (
         groups.double() * inverse.double()
-    ).round().float(), peak / 127  # the product is rounded once, to an integer
+    ).round().float(), peak / 127  # each product rounded once
 
 
 def expected_product(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
