@@ -35,9 +35,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
     peak = groups.abs().amax(2, keepdim=True)
     inverse = torch.where(peak > 0, 127 / peak, 0)
-    return (
-        groups.double() * inverse.double()
-    ).round().float(), peak / 127  # each product rounded once
+    return (groups.double() * inverse.double()).round().float(), peak / 127  # each product rounded once
 
 
 def expected_product(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
