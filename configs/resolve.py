@@ -53,6 +53,7 @@ class ResolvedEngine:
     served_model_name: str | None
     device: Device
     dtype: str
+    weights: str
     kv_dtype: str
     backend: str | None
     num_threads: int | None
@@ -92,6 +93,7 @@ def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
         served_model_name=config.served_model_name,
         device=device,
         dtype=dtype,
+        weights=_weights(config, device),
         kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         backend=config.backend,
         num_threads=config.num_threads,
@@ -125,6 +127,16 @@ def _device(config: EngineConfig, machine: Machine) -> Device:
             param="device",
         )
     return config.device
+
+
+def _weights(config: EngineConfig, device: Device) -> str:
+    if config.weights != "dense" and device != "cpu":
+        raise ConfigError(
+            f"weights is {config.weights}, which only the CPU's operators can multiply; the device is {device}. "
+            "Set weights to dense, or device to cpu.",
+            param="weights",
+        )
+    return config.weights
 
 
 def _token_budget(config: EngineConfig, defaults: _DeviceDefaults, max_num_seqs: int) -> int:

@@ -37,6 +37,9 @@ class EngineConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
     """Of the stored weights. auto: bfloat16, everywhere (a CPU computes in float32 on weights stored so)."""
+    weights: Literal["dense", "packed", "int8"] = "dense"
+    """How matrices are kept. dense: in `dtype`. packed: what a GGUF file stores quantized stays so, the rest is dense.
+    int8: all are rounded to 8 bits while loading. packed and int8 (CPU only) multiply activations of 8 bits."""
     kv_dtype: DType = "auto"
     """Of the KV cache. auto: as the weights."""
     backend: str | None = None

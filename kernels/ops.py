@@ -8,12 +8,14 @@ operators through the `Ops` that the runner was given, never by import, so that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.kernels.capture import Capturer
 from shoal.kernels.page_format import KVPages, Layout
+from shoal.kernels.quantized import QuantizedMatrix
 
 
 @dataclass(slots=True)
@@ -64,6 +66,12 @@ class Ops(ABC):
     @abstractmethod
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         """`weight` [out_features, in_features] in its storage dtype; takes it over (may repack; do not keep it)."""
+
+    def prepare_quantized(self, parts: Sequence[QuantizedMatrix], bias: torch.Tensor | None = None) -> LinearWeight:
+        """Quantized matrices that share their input, stacked along the output features. A backend that has no product
+        of its own for them holds the numbers they stand for, in fp32."""
+        weight = torch.cat([part.dequantize() for part in parts])
+        return self.prepare_linear(weight, None if bias is None else bias.float())
 
     @abstractmethod
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

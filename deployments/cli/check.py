@@ -83,15 +83,16 @@ def explain_engine(config: EngineConfig) -> dict[str, Any]:
 
 
 def _explain_model(settings: ResolvedEngine) -> dict[str, Any]:
-    from shoal.model_shards.engine.build import plan_engine_memory
+    from shoal.model_shards.engine.build import plan_engine_memory, weight_scheme
     from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
     from shoal.model_shards.weights.open import open_checkpoint
     from shoal.model_shards.weights.sources import resolve_model
 
     source = resolve_model(settings.model)
-    model = open_checkpoint(source).config
+    checkpoint = open_checkpoint(source)
+    model = checkpoint.config
     tokenizer = load_tokenizer(source)
-    max_model_len, plan = plan_engine_memory(settings, model)
+    max_model_len, plan = plan_engine_memory(settings, model, weight_scheme(settings, checkpoint))
     return {
         "served_as": settings.served_model_name or source.name,
         "files": str(source.path),
@@ -139,7 +140,7 @@ def _model_facts(model: ModelConfig) -> dict[str, Any]:
 def _engine_facts(settings: ResolvedEngine, max_model_len: int) -> dict[str, Any]:
     return {
         "device": settings.device,
-        "weights": settings.dtype,
+        "weights": settings.dtype if settings.weights == "dense" else f"{settings.weights}, else {settings.dtype}",
         "kv_cache": settings.kv_dtype,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,

@@ -41,6 +41,7 @@ On a cluster, use `serve deploy FILE.yaml` (see configs/smollm2-local.yaml).
 """
 _ENGINE_OPTIONS = {
     "dtype": "of the stored weights: auto, float32, bfloat16, float16",
+    "weights": "how they are kept: dense (in dtype), packed (as the GGUF file has them), int8 (rounded while loading)",
     "max-model-len": "most tokens of one conversation, prompt and answer",
     "kv-cache-memory": "size of the KV cache, such as 512MiB",
     "max-num-seqs": "most sequences that run at once",

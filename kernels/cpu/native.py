@@ -18,6 +18,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_weight": (_P, _I, _L, _L, _P, _I),
     "weight_rows": (_P, _I, _L, _P, _L, _P, _I),
     "linear": (_P, _L, _P, _I, _P, _P, _L, _L, _L, _I),
+    "pack_quantized": (_I, _P, _P, _P, _L, _L, _P, _I),
+    "quantized_rows": (_I, _P, _L, _P, _L, _P, _I),
+    "quantized_linear": (_I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
     "rms_norm": (_P, _L, _P, _L, _P, _F, _P, _P, _L, _L, _I),
     "head_rms_norm": (_P, _L, _P, _F, _P, _L, _L, _L, _I),
     "rotary": (_P, _L, _L, _P, _L, _L, _P, _P, _L, _L, _I),
@@ -39,6 +42,9 @@ class Native:
     pack_weight: Callable[..., None]
     weight_rows: Callable[..., None]
     linear: Callable[..., None]
+    pack_quantized: Callable[..., None]
+    quantized_rows: Callable[..., None]
+    quantized_linear: Callable[..., None]
     rms_norm: Callable[..., None]
     head_rms_norm: Callable[..., None]
     rotary: Callable[..., None]

@@ -1,6 +1,7 @@
 """The CPU's table of operators, on the native unit (`*.cpp`).
 
-Activations are fp32; weights and pages are fp32 or bfloat16, widened in registers. Every operator is batch-invariant:
+Activations are fp32; weights and pages are fp32 or bfloat16, widened in registers, and weights may be quantized: those
+meet activations of 8 bits (`quantized.cpp`). Every operator is batch-invariant:
 a row's result has the same bits whatever else is in the batch (the .cpp files say how).
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -15,8 +17,10 @@ from shoal.kernels.capture import Capturer
 from shoal.kernels.cpu import checks
 from shoal.kernels.cpu.native import Native
 from shoal.kernels.cpu.program import CpuCapturer
+from shoal.kernels.cpu.quantized import PackedQuantizedWeight
 from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
+from shoal.kernels.quantized import QuantizedMatrix
 
 _Shape = ctypes.c_int64 * 8
 _STORED = (torch.float32, torch.bfloat16)
@@ -75,11 +79,17 @@ class CpuOps(Ops):
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return PackedWeight(self._native, weight, bias)
 
+    def prepare_quantized(self, parts: Sequence[QuantizedMatrix], bias: torch.Tensor | None = None) -> LinearWeight:
+        return PackedQuantizedWeight(self._native, parts, bias)
+
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, PackedWeight), type(weight)
         assert x.shape[-1] == weight.in_features, (x.shape, weight.in_features)
         rows = _as_rows(x)
         out = torch.empty((*x.shape[:-1], weight.out_features))
+        if isinstance(weight, PackedQuantizedWeight):
+            weight.multiply(rows, out)
+            return out
+        assert isinstance(weight, PackedWeight), type(weight)
         self._native.linear(
             rows.data_ptr(), rows.stride(0), weight.address, weight.itemsize, weight.bias_address, out.data_ptr(),
             rows.shape[0], weight.out_features, weight.in_features, torch.get_num_threads(),

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from shoal.kvcache.planner import MemoryPlan, MemoryRequest
     from shoal.model_shards.executor.base import Executor
     from shoal.model_shards.models.config import ModelConfig
+    from shoal.model_shards.quantization.schemes import WeightScheme
     from shoal.model_shards.runner.settings import RunnerSettings
     from shoal.model_shards.tokenizer.tokenizer import Tokenizer
+    from shoal.model_shards.weights.checkpoint import Checkpoint
     from shoal.model_shards.weights.sources import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -125,8 +127,9 @@ def _real(settings: ResolvedEngine) -> _Parts:
     from shoal.model_shards.weights.sources import resolve_model
 
     source = resolve_model(settings.model)
-    model = open_checkpoint(source).config
-    max_model_len, plan = plan_engine_memory(settings, model)
+    checkpoint = open_checkpoint(source)
+    model = checkpoint.config
+    max_model_len, plan = plan_engine_memory(settings, model, weight_scheme(settings, checkpoint))
     logger.info("memory of one rank for %s:\n%s", source.name, plan.render())
     # The tokenizer before the weights: it is the quicker one to find something wrong.
     tokenizer = load_tokenizer(source)
@@ -144,7 +147,16 @@ def _real(settings: ResolvedEngine) -> _Parts:
     )
 
 
-def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig) -> tuple[int, MemoryPlan]:
+def weight_scheme(settings: ResolvedEngine, checkpoint: Checkpoint) -> WeightScheme:
+    """How the matrices will be kept. Raises ConfigError when the checkpoint does not allow it."""
+    import torch
+
+    from shoal.model_shards.quantization.schemes import make_scheme
+
+    return make_scheme(settings.weights, getattr(torch, settings.dtype), checkpoint)
+
+
+def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig, scheme: WeightScheme) -> tuple[int, MemoryPlan]:
     """(max_model_len, the plan). Raises ConfigError, with the arithmetic, when the settings do not fit."""
     from shoal.kvcache.planner import plan_memory
 
@@ -155,7 +167,7 @@ def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig) -> tuple[in
             param="max_model_len",
         )
     block_size = settings.block_size
-    request = _memory_request(settings, model)
+    request = _memory_request(settings, model, scheme)
     largest = plan_memory(request)
     blocks = largest.num_blocks
     if settings.kv_cache_limit is not None:
@@ -172,7 +184,7 @@ def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig) -> tuple[in
     return max_model_len, plan_memory(replace(request, max_model_len=max_model_len, kv_bytes=pool))
 
 
-def _memory_request(settings: ResolvedEngine, model: ModelConfig) -> MemoryRequest:
+def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: WeightScheme) -> MemoryRequest:
     """For the context that was asked for; else for one block, since the planner is to say what fits."""
     import torch
 
@@ -195,7 +207,7 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig) -> MemoryReque
         block_size=settings.block_size,
         max_model_len=settings.max_model_len or settings.block_size,
         max_num_seqs=settings.max_num_seqs,
-        weights_bytes=footprint.weights_bytes(model, dtype, tp, pp),
+        weights_bytes=footprint.weights_bytes(model, scheme, tp, pp),
         activation_bytes=footprint.activation_bytes(
             model,
             settings.max_num_batched_tokens,
@@ -219,6 +231,7 @@ def _runner_settings(
         model=source,
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
+        weights=settings.weights,
         kv_dtype=getattr(torch, settings.kv_dtype),
         block_size=settings.block_size,
         num_blocks=num_blocks,
@@ -244,7 +257,8 @@ def _make_executor(runner: RunnerSettings, step_timeout_s: float) -> Executor:
 
 def _namespace(settings: ResolvedEngine, source: ModelSource) -> bytes:
     """Root of the prefix hashes: which weights and which KV format. A file's size and time stand for its contents."""
-    parts = [source.name, settings.dtype, settings.kv_dtype, str(settings.block_size), settings.device]
+    parts = [source.name, settings.dtype, settings.weights, settings.kv_dtype, str(settings.block_size)]
+    parts.append(settings.device)
     files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
     for file in files:
         status = file.stat()

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.kernels.quantized import QuantizedMatrix
 from shoal.model_shards.parallel.loader import WeightLoader
 from shoal.model_shards.parallel.split import vocab_shard_rows
+from shoal.model_shards.quantization.schemes import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,11 @@ class VocabShard:
         start = min(tp_rank * padded, vocab_size)
         return cls(start, min(start + padded, vocab_size), padded)
 
-    def read(self, load: WeightLoader, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def read(self, load: WeightLoader, name: str, shape: tuple[int, int]) -> Matrix:
         weight = load.matrix(name, shape, range(self.start, self.stop))
         missing = self.padded - weight.shape[0]
+        if isinstance(weight, QuantizedMatrix):
+            return weight.padded(missing)
         return weight if missing == 0 else torch.nn.functional.pad(weight, (0, 0, 0, missing))
 
 
@@ -55,8 +59,14 @@ class ParallelEmbedding:
         position = load.context.position
         self.shard = VocabShard.of_rank(vocab_size, position.tp_size, position.tp_rank)
         self.ops, self.context = load.ops, load.context
-        self.tied_to = tied_to
-        self.table = None if tied_to is not None else self.shard.read(load, name, (vocab_size, hidden_size))
+        self.table: torch.Tensor | None = None
+        self.packed = None if tied_to is None else tied_to.weight
+        if tied_to is None:
+            table = self.shard.read(load, name, (vocab_size, hidden_size))
+            if isinstance(table, torch.Tensor):
+                self.table = table
+            else:
+                self.packed = load.linear([table], [])
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] int64 -> [n, hidden]."""
@@ -67,7 +77,7 @@ class ParallelEmbedding:
         return self.context.all_reduce(hidden.masked_fill_(elsewhere[:, None], 0))
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
-        if self.tied_to is not None:
-            return self.tied_to.weight.rows(index)
+        if self.packed is not None:
+            return self.packed.rows(index)
         assert self.table is not None
         return torch.nn.functional.embedding(index, self.table).to(self.ops.activation_dtype)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.kernels.ops import LinearWeight, Ops
+from shoal.kernels.quantized import QuantizedMatrix
 from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.quantization.schemes import Matrix, WeightScheme
 from shoal.model_shards.weights.checkpoint import CheckpointReader
 
 
@@ -19,14 +22,18 @@ class WeightLoader:
     reader: CheckpointReader
     ops: Ops
     context: ParallelContext
-    dtype: torch.dtype
-    """What weights are stored in."""
+    scheme: WeightScheme
     device: torch.device
 
-    def matrix(
-        self, name: str, shape: tuple[int, int], rows: range | None = None, cols: range | None = None
-    ) -> torch.Tensor:
-        return self.reader.read(name, shape, self.dtype, _slice(rows), _slice(cols)).to(self.device)
+    @property
+    def dtype(self) -> torch.dtype:
+        """What weights are stored in where they are not quantized."""
+        return self.scheme.dtype
+
+    def matrix(self, name: str, shape: tuple[int, int], rows: range | None = None, cols: range | None = None) -> Matrix:
+        """As the scheme keeps it: to be handed to `linear`."""
+        matrix = self.scheme.read(self.reader, name, shape, _slice(rows), _slice(cols))
+        return matrix.to(self.device) if isinstance(matrix, torch.Tensor) else matrix
 
     def vector(self, name: str, size: int, rows: range | None = None) -> torch.Tensor:
         """A bias: in the weights' dtype."""
@@ -36,11 +43,16 @@ class WeightLoader:
         """An RMSNorm's multiplier: fp32, with the family's offset already in it."""
         return (self.reader.read(name, (size,), torch.float32) + offset).to(self.device)
 
-    def linear(self, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> LinearWeight:
-        """One operator out of parts stacked along the output features."""
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    def linear(self, weights: Sequence[Matrix], biases: list[torch.Tensor]) -> LinearWeight:
+        """One operator out of parts stacked along the output features; dense when any of them is."""
         bias = torch.cat(biases) if biases else None
-        return self.ops.prepare_linear(weight, bias)
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
+        if len(quantized) == len(weights):
+            return self.ops.prepare_quantized(quantized, bias)
+        dense = [
+            weight.dequantize().to(self.dtype) if isinstance(weight, QuantizedMatrix) else weight for weight in weights
+        ]
+        return self.ops.prepare_linear(dense[0] if len(dense) == 1 else torch.cat(dense), bias)
 
 
 def _slice(part: range | None) -> slice:

@@ -5,12 +5,16 @@ Each function answers for the heaviest rank of the mesh, in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from shoal.kernels.page_format import PageFormat
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.stage import Stage, cut_stages
 from shoal.model_shards.parallel.split import HeadSplit, split_evenly, vocab_shard_rows
+from shoal.model_shards.quantization.schemes import LinearShape, WeightScheme
+from shoal.model_shards.weights.names import EMBEDDING, LM_HEAD
 
 LOGITS_BYTES = 64 << 20
 """Logits of one piece at most: longer columns of rows are sampled or scored piece by piece."""
@@ -28,9 +32,10 @@ _LOGITS_COPIES = 4
 """Logits as computed, in fp32, as probabilities, and sorted."""
 
 
-def weights_bytes(config: ModelConfig, dtype: torch.dtype, tp_size: int = 1, pp_size: int = 1) -> int:
-    """Weights as stored in `dtype` (a backend that widens them says so in its `LinearWeight.nbytes`) and fp32 norms."""
-    return max(_stage_weights(config, stage, dtype, tp_size) for stage in cut_stages(config, pp_size))
+def weights_bytes(config: ModelConfig, scheme: WeightScheme, tp_size: int = 1, pp_size: int = 1) -> int:
+    """Weights as the scheme keeps them (a backend that widens them says so in its `LinearWeight.nbytes`) and fp32
+    norms."""
+    return max(_stage_weights(config, stage, scheme, tp_size) for stage in cut_stages(config, pp_size))
 
 
 def kv_bytes_per_block(
@@ -81,19 +86,30 @@ def _activations_per_token(config: ModelConfig, tp_size: int) -> int:
     return 5 * config.hidden_size + qkv + 2 * heads.num_heads * config.head_dim + 3 * inner
 
 
-def _stage_weights(config: ModelConfig, stage: Stage, dtype: torch.dtype, tp_size: int) -> int:
-    hidden = config.hidden_size
+def _stage_weights(config: ModelConfig, stage: Stage, scheme: WeightScheme, tp_size: int) -> int:
+    norms = (4 if config.sandwich_norms else 2) * config.hidden_size + (2 * config.head_dim if config.qk_norm else 0)
+    total_norms = norms * len(stage.layers) + (config.hidden_size if stage.is_last else 0)
+    matrices = sum(map(scheme.linear_bytes, _linears(config, stage, tp_size)))
+    return matrices + total_norms * torch.float32.itemsize
+
+
+def _linears(config: ModelConfig, stage: Stage, tp_size: int) -> Iterator[LinearShape]:
+    """What the stage's layers ask for, on its heaviest rank, embedding and head included."""
     heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
-    inner = len(split_evenly("intermediate_size", config.intermediate_size, tp_size, 0))
-    qkv = (heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
-    elements = qkv * hidden + heads.num_heads * config.head_dim * hidden + 3 * inner * hidden
-    elements += qkv if config.qkv_bias else 0
-    elements += hidden if config.output_bias else 0
-    elements += 2 * inner + hidden if config.mlp_bias else 0
-    norms = (4 if config.sandwich_norms else 2) * hidden + (2 * config.head_dim if config.qk_norm else 0)
-    table = vocab_shard_rows(config.vocab_size, tp_size) * hidden
-    shared = config.tie_embeddings and stage.is_first and stage.is_last
-    tables = 1 if shared else int(stage.is_first) + int(stage.is_last)
-    total_norms = norms * len(stage.layers) + (hidden if stage.is_last else 0)
-    total = elements * len(stage.layers) + table * tables
-    return total * dtype.itemsize + total_norms * torch.float32.itemsize
+    hidden, inner = config.hidden_size, len(split_evenly("intermediate_size", config.intermediate_size, tp_size, 0))
+    query, kv = heads.num_heads * config.head_dim, heads.num_kv_heads * config.head_dim
+
+    def linear(prefix: str, names: str, rows: tuple[int, ...], cols: int, bias: bool) -> LinearShape:
+        return LinearShape(tuple(f"{prefix}.{name}.weight" for name in names.split()), rows, cols, bias)
+
+    for layer in stage.layers:
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        yield linear(attention, "q_proj k_proj v_proj", (query, kv, kv), hidden, config.qkv_bias)
+        yield linear(attention, "o_proj", (hidden,), query, config.output_bias)
+        yield linear(mlp, "gate_proj up_proj", (inner, inner), hidden, config.mlp_bias)
+        yield linear(mlp, "down_proj", (hidden,), inner, config.mlp_bias)
+    rows = (vocab_shard_rows(config.vocab_size, tp_size),)
+    if stage.is_last:
+        yield LinearShape((EMBEDDING if config.tie_embeddings else LM_HEAD,), rows, hidden)
+    if stage.is_first and not (stage.is_last and config.tie_embeddings):
+        yield LinearShape((EMBEDDING,), rows, hidden)

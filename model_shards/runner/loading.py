@@ -15,6 +15,7 @@ from shoal.model_shards.models.stage import cut_stages
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.parallel.loader import WeightLoader
 from shoal.model_shards.parallel.split import HeadSplit, split_evenly
+from shoal.model_shards.quantization.schemes import make_scheme
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.weights.checkpoint import CheckpointReader
 from shoal.model_shards.weights.open import open_checkpoint
@@ -44,13 +45,14 @@ def load_stage(settings: RunnerSettings, context: ParallelContext, device: torch
     stage = stages[position.pp_rank]
     ops = select_ops(device, settings.dtype, backend=settings.backend)
     reader = CheckpointReader(checkpoint)
-    load = WeightLoader(reader, ops, context, settings.dtype, device)
+    scheme = make_scheme(settings.weights, settings.dtype, checkpoint)
+    load = WeightLoader(reader, ops, context, scheme, device)
     model = model_factory(config.family)(config, stage, load, settings.max_model_len)
     elsewhere = frozenset[str]().union(*(checkpoint_names(config, other) for other in stages if other is not stage))
     reader.finish(elsewhere)
     logger.info(
-        "%s: layers %d to %d of %s loaded in %.1f s (%s weights, %s operators)",
+        "%s: layers %d to %d of %s loaded in %.1f s (%s %s weights, %s operators)",
         position, stage.start, stage.stop - 1, settings.model.name, time.monotonic() - began,
-        str(settings.dtype).removeprefix("torch."), ops.name,
+        settings.weights, str(settings.dtype).removeprefix("torch."), ops.name,
     )  # fmt: skip
     return model

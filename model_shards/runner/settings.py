@@ -31,6 +31,8 @@ class RunnerSettings:
     """Sequences that live on the ranks at once at most."""
     max_model_len: int
     """Tokens of one sequence at most, prompt and output."""
+    weights: str = "dense"
+    """"dense", "packed" or "int8", as in EngineConfig."""
     backend: str | None = None
     """Kernel backend by name; None: the fastest that serves the device and dtype."""
     num_threads: int | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from shoal.configs.errors import ModelLoadError
+from shoal.kernels.quantized import QuantFormat, QuantizedMatrix
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.weights.names import LM_HEAD
 
@@ -42,6 +43,16 @@ class Checkpoint(ABC):
     def read(self, name: str, dtype: torch.dtype, rows: slice = ALL, cols: slice = ALL) -> torch.Tensor:
         """The tensor, or a slice of it (step 1; `rows` of the first dim, `cols` of the second), converted to `dtype` in
         contiguous memory that the caller owns. Raises ModelLoadError when it is missing or cannot be decoded."""
+
+    def quant_format(self, name: str) -> QuantFormat | None:
+        """What `read_quantized` gives for a tensor; None: it is not stored quantized, or there is none of this name.
+        Reads headers only."""
+        return None
+
+    def read_quantized(self, name: str, rows: slice = ALL, cols: slice = ALL) -> QuantizedMatrix:
+        """A matrix whose `quant_format` is not None, or a slice of it that begins and ends between groups of 32
+        columns. Raises ModelLoadError when it cannot be decoded."""
+        raise ModelLoadError(f"{self.path}: tensor {name} is not stored quantized.")
 
 
 class CheckpointReader:
@@ -80,6 +91,16 @@ class CheckpointReader:
                 self._misshapen.append(f"{name} is {list(shape)}, expected {list(full_shape)}")
             return _placeholder(full_shape, dtype, rows, cols)
         return self.checkpoint.read(name, dtype, rows, cols)
+
+    def read_quantized(
+        self, name: str, full_shape: tuple[int, int], rows: slice = ALL, cols: slice = ALL
+    ) -> QuantizedMatrix | None:
+        """Like `read`, as it is stored; None where the tensor is not stored quantized, is missing or misshapen: `read`
+        it then, which notes what is wrong."""
+        if self.checkpoint.quant_format(name) is None or self.checkpoint.shape(name) != full_shape:
+            return None
+        self._seen.add(name)
+        return self.checkpoint.read_quantized(name, rows, cols)
 
     def finish(self, other_ranks_names: Iterable[str] = ()) -> None:
         """Raises one ModelLoadError that names every tensor missing, misshapen, or present but read by no rank.

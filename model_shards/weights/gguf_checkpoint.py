@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shoal.configs.errors import ModelLoadError
+from shoal.kernels.quantized import QuantFormat, QuantizedMatrix
 from shoal.model_shards.weights.checkpoint import ALL, Checkpoint, sliced_shape
 from shoal.model_shards.weights.gguf import GGUFFile, GGUFTensor
 from shoal.model_shards.weights.gguf_config import parse_gguf_config
 from shoal.model_shards.weights.gguf_dequant import dequantize
+from shoal.model_shards.weights.gguf_packed import pack, packed_format
 from shoal.model_shards.weights.names import GGUF_ROPE_FACTORS, canonical_from_gguf
 
 
@@ -48,23 +51,38 @@ class GGUFCheckpoint(Checkpoint):
             return values.to(dtype, copy=True)
         return self._read_matrix(name, tensor, dtype, rows, cols)
 
+    def quant_format(self, name: str) -> QuantFormat | None:
+        tensor = self._tensors.get(name)
+        return None if tensor is None or len(tensor.shape) != 2 else packed_format(tensor.type_name)
+
+    def read_quantized(self, name: str, rows: slice = ALL, cols: slice = ALL) -> QuantizedMatrix:
+        tensor = self._tensor(name)
+        blocks, offset = self._blocks(name, tensor, rows, cols)
+        try:
+            matrix = pack(blocks, tensor.type_id, tensor.type_name)
+        except ValueError as error:
+            raise ModelLoadError(f"{self.path}: tensor {tensor.name} is corrupt: {error}.") from error
+        return matrix.columns(offset, sliced_shape(tensor.shape, rows, cols)[1])
+
     def _read_matrix(self, name: str, tensor: GGUFTensor, dtype: torch.dtype, rows: slice, cols: slice) -> torch.Tensor:
         if len(tensor.shape) != 2:
             raise ModelLoadError(f"{self.path}: tensor {tensor.name} has {len(tensor.shape)} dims; at most 2 are used.")
         num_rows, num_cols = sliced_shape(tensor.shape, rows, cols)
-        order = self._row_order(name, tensor.shape[0])
-        blocks = self._file.rows(tensor)
-        blocks = blocks[rows] if order is None else blocks[order[rows]]
-        # Whole blocks that cover the columns; what sticks out is cut off after decoding.
-        start, stop, _ = cols.indices(tensor.shape[1])
-        first_block, last_block = start // tensor.block_elements, -(-stop // tensor.block_elements)
-        blocks = blocks[:, first_block:last_block]
+        blocks, offset = self._blocks(name, tensor, rows, cols)
         values = torch.empty((num_rows, blocks.shape[1] * tensor.block_elements), dtype=dtype)
         dequantize(blocks, tensor.type_id, values)
-        offset = start - first_block * tensor.block_elements
         if values.shape[1] == num_cols:
             return values
         return values[:, offset : offset + num_cols].clone(memory_format=torch.contiguous_format)
+
+    def _blocks(self, name: str, tensor: GGUFTensor, rows: slice, cols: slice) -> tuple[npt.NDArray[np.uint8], int]:
+        """Whole blocks that cover a slice, [rows, blocks, block_bytes], and where in them its columns begin."""
+        order = self._row_order(name, tensor.shape[0])
+        blocks = self._file.rows(tensor)
+        blocks = blocks[rows] if order is None else blocks[order[rows]]
+        start, stop, _ = cols.indices(tensor.shape[1])
+        first_block, last_block = start // tensor.block_elements, -(-stop // tensor.block_elements)
+        return blocks[:, first_block:last_block], start - first_block * tensor.block_elements
 
     def _row_order(self, name: str, num_rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
         """For q and k of "llama" files: which stored row is canonical row i; None when they are stored in order.

@@ -113,14 +113,14 @@ def _fifth_bit_table() -> torch.Tensor:
     return ((bits & 1) << 4).view(torch.int64).flatten()
 
 
-def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+def fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [n, m] -> its bits, lowest first, each as 0 or 16: uint8 [n, 8 m]."""
     return _fifth_bit_table()[packed.int()].view(torch.uint8)
 
 
 def _decode_q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
     """| d fp16 | 4 bytes: fifth bits | 16 bytes |: (5-bit number - 16) * d, ordered as Q4_0."""
-    fifth = _fifth_bits(blocks[:, 2:6])
+    fifth = fifth_bits(blocks[:, 2:6])
     nibbles = blocks[:, 6:]
     out[:, :16].copy_((nibbles & 15) | fifth[:, :16])
     out[:, 16:].copy_((nibbles >> 4) | fifth[:, 16:])
@@ -129,14 +129,14 @@ def _decode_q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 def _decode_q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
     """| d fp16 | m fp16 | 4 bytes: fifth bits | 16 bytes |: 5-bit number * d + m, ordered as Q4_0."""
-    fifth = _fifth_bits(blocks[:, 4:8])
+    fifth = fifth_bits(blocks[:, 4:8])
     nibbles = blocks[:, 8:]
     out[:, :16].copy_((nibbles & 15) | fifth[:, :16])
     out[:, 16:].copy_((nibbles >> 4) | fifth[:, 16:])
     out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
-def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def q4_k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The head that Q4_K and Q5_K share, | d fp16 | dmin fp16 | 12 bytes: 8 x (6-bit scale, 6-bit min) |, as
     d * scale and dmin * min, each float32 [n, 8, 1]. The first four of each lie in the low 6 bits of bytes 0-3 and 4-7;
     the last four have their low 4 bits in a nibble of bytes 8-11 and their high 2 bits above the first four."""
@@ -149,7 +149,7 @@ def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def _decode_q5_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     """| head | 32 bytes qh | 128 bytes |: as Q4_K, with the fifth bit of element i of sub-block s in bit s of qh[i]."""
-    scales, minima = _scales_and_minima(blocks)
+    scales, minima = q4_k_scales(blocks)
     high = blocks[:, 16:48].unsqueeze(1)
     nibbles = blocks[:, 48:].view(-1, 4, 32)
     even = torch.arange(0, 8, 2, dtype=torch.uint8).view(1, 4, 1)
@@ -162,7 +162,7 @@ def _decode_q5_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
 def _decode_q4_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
     """| head | 128 bytes |: nibble * d * scale - dmin * min, for each of 8 sub-blocks of 32; each run of 32 bytes holds
     sub-block 2j in its low and 2j + 1 in its high nibbles."""
-    scales, minima = _scales_and_minima(blocks)
+    scales, minima = q4_k_scales(blocks)
     nibbles = blocks[:, 16:].view(-1, 4, 32)
     pairs = out.view(-1, 4, 2, 32)
     pairs[:, :, 0].copy_(nibbles & 15)

@@ -70,3 +70,11 @@ def test_it_is_frozen() -> None:
     settings = resolve_engine(EngineConfig(model="m"), LAPTOP)
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.max_num_seqs = 1  # type: ignore[misc]
+
+
+def test_quantized_weights_are_for_the_cpu() -> None:
+    assert resolve_engine(EngineConfig(model="m", weights="packed"), Machine(0, GIB)).weights == "packed"
+    assert resolve_engine(EngineConfig(model="m"), Machine(0, GIB)).weights == "dense"
+    with pytest.raises(ConfigError, match="only the CPU's operators can multiply") as caught:
+        resolve_engine(EngineConfig(model="m", weights="int8"), Machine(1, GIB, GIB))
+    assert caught.value.param == "weights"

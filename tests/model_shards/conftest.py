@@ -50,3 +50,25 @@ def driver() -> ModuleType:
 def kit() -> ModuleType:
     """The helpers of `engine/kit.py`: fake ranks, a tokenizer of bytes, a sink that remembers."""
     return _module(Path(__file__).parent / "engine" / "kit.py")
+
+
+@pytest.fixture(scope="session")
+def gguf_writing() -> ModuleType:
+    """The helpers of `weights/tiny_gguf.py`."""
+    return _module(Path(__file__).parent / "weights" / "tiny_gguf.py")
+
+
+@pytest.fixture
+def tiny_gguf(
+    gguf_writing: ModuleType, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> Callable[..., tuple[Path, Path]]:
+    """tiny_gguf(family, matrices=..., extra_metadata=..., **overrides) -> (GGUF file, the directory it was made of)."""
+
+    def make(family: str, *, matrices: Any = None, extra_metadata: Any = None, **overrides: Any) -> tuple[Path, Path]:
+        directory = tiny_checkpoint(family, **overrides)
+        options: dict[str, Any] = {"extra_metadata": extra_metadata}
+        if matrices is not None:
+            options["matrices"] = matrices
+        return gguf_writing.convert_to_gguf(directory, tmp_path / f"{family}.gguf", **options), directory
+
+    return make

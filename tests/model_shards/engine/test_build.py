@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from shoal.configs.errors import ConfigError, ModelLoadError
 from shoal.configs.resolve import Machine, ResolvedEngine, resolve_engine
@@ -19,6 +20,7 @@ from shoal.model_shards.engine.build import build_engine, plan_engine_memory
 from shoal.model_shards.engine.machine import available_ram, measure_machine
 from shoal.model_shards.engine.request import Request, RequestDelta
 from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.quantization.schemes import DenseScheme
 from shoal.model_shards.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ MODEL = ModelConfig(
     family="llama", hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536,
     vocab_size=49152, max_position=8192, rms_eps=1e-5, rope_theta=1e5, tie_embeddings=True,
 )  # fmt: skip
+DENSE = DenseScheme(torch.bfloat16)
 
 
 def resolved(ram: int = 16 * GIB, **settings: Any) -> ResolvedEngine:
@@ -37,55 +40,55 @@ def resolved(ram: int = 16 * GIB, **settings: Any) -> ResolvedEngine:
 
 
 def test_the_pool_is_what_the_settings_say() -> None:
-    max_model_len, plan = plan_engine_memory(resolved(kv_cache_memory=512 * MIB), MODEL)
+    max_model_len, plan = plan_engine_memory(resolved(kv_cache_memory=512 * MIB), MODEL, DENSE)
     assert max_model_len == 8192
     assert plan.num_blocks == 512 * MIB // (16 * BYTES_PER_TOKEN)
 
 
 def test_unasked_the_pool_takes_an_eighth_of_the_memory() -> None:
-    max_model_len, plan = plan_engine_memory(resolved(ram=8 * GIB), MODEL)
+    max_model_len, plan = plan_engine_memory(resolved(ram=8 * GIB), MODEL, DENSE)
     assert max_model_len == 8192
     assert 0.99 * GIB < plan.kv_bytes <= GIB
-    max_model_len, plan = plan_engine_memory(resolved(ram=1 * GIB), MODEL)
+    max_model_len, plan = plan_engine_memory(resolved(ram=1 * GIB), MODEL, DENSE)
     assert max_model_len == plan.num_tokens < 8192
-    assert plan_engine_memory(resolved(ram=1 * GIB, max_model_len=8192), MODEL)[1].full_sequences == 1
+    assert plan_engine_memory(resolved(ram=1 * GIB, max_model_len=8192), MODEL, DENSE)[1].full_sequences == 1
 
 
 def test_no_more_is_taken_than_all_sequences_could_use() -> None:
     settings = resolved(ram=200 * GIB, max_num_seqs=4, max_model_len=256)
-    assert plan_engine_memory(settings, MODEL)[1].num_blocks == 4 * 16 + 1
+    assert plan_engine_memory(settings, MODEL, DENSE)[1].num_blocks == 4 * 16 + 1
 
 
 def test_the_pool_is_what_the_budget_leaves() -> None:
     settings = resolved(memory_budget=2 * GIB)
-    _, plan = plan_engine_memory(settings, MODEL)
+    _, plan = plan_engine_memory(settings, MODEL, DENSE)
     assert sum(size for what, size, _ in plan.ledger if what in ("weights", "activations", "KV cache")) <= 2 * GIB
     assert plan.num_tokens * BYTES_PER_TOKEN > 0.9 * (2 * GIB - 800 * MIB)
 
 
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits() -> None:
-    max_model_len, plan = plan_engine_memory(resolved(kv_cache_memory=64 * MIB), MODEL)
+    max_model_len, plan = plan_engine_memory(resolved(kv_cache_memory=64 * MIB), MODEL, DENSE)
     assert max_model_len == plan.num_tokens < 8192
     assert plan.full_sequences == 1
 
 
 def test_a_context_that_was_asked_for_is_kept_or_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len=8192 tokens takes 512 blocks of 16") as caught:
-        plan_engine_memory(resolved(kv_cache_memory=64 * MIB, max_model_len=8192), MODEL)
+        plan_engine_memory(resolved(kv_cache_memory=64 * MIB, max_model_len=8192), MODEL, DENSE)
     assert caught.value.param == "max_model_len"
     with pytest.raises(ConfigError, match=r"max_model_len=9000 is more than the model's context of 8192"):
-        plan_engine_memory(resolved(max_model_len=9000), MODEL)
+        plan_engine_memory(resolved(max_model_len=9000), MODEL, DENSE)
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError, match=r"leave nothing of the memory budget of 512 MiB"):
-        plan_engine_memory(resolved(memory_budget=512 * MIB), MODEL)
+        plan_engine_memory(resolved(memory_budget=512 * MIB), MODEL, DENSE)
 
 
 def test_more_ranks_hold_less_each() -> None:
-    one = plan_engine_memory(resolved(kv_cache_memory=512 * MIB), MODEL)[1]
+    one = plan_engine_memory(resolved(kv_cache_memory=512 * MIB), MODEL, DENSE)[1]
     for split in ({"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}):
-        many = plan_engine_memory(resolved(kv_cache_memory=512 * MIB, **split), MODEL)[1]
+        many = plan_engine_memory(resolved(kv_cache_memory=512 * MIB, **split), MODEL, DENSE)[1]
         assert many.bytes_per_token * (3 if "tensor_parallel_size" in split else 2) == one.bytes_per_token
 
 

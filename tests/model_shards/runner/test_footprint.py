@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.kernels.ops import LinearWeight
+from shoal.model_shards.quantization.schemes import DenseScheme
 from shoal.model_shards.runner.footprint import activation_bytes, kv_bytes_per_block, max_logit_rows, weights_bytes
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
@@ -46,14 +47,14 @@ def test_weights_and_pages(
     tiny_checkpoint: Callable[..., Path], driver: ModuleType, family: str, overrides: dict[str, Any]
 ) -> None:
     runner: ModelRunner = driver.make_runner(tiny_checkpoint(family, **overrides), backend="reference")
-    assert stored_bytes(runner.model, set()) == weights_bytes(runner.config, torch.float32)
+    assert stored_bytes(runner.model, set()) == weights_bytes(runner.config, DenseScheme(torch.float32))
     per_block = kv_bytes_per_block(runner.config, runner.settings.block_size, torch.float32)
     assert sum(pages.k.nbytes + pages.v.nbytes for pages in runner.pages) == per_block * runner.settings.num_blocks
 
 
 def test_shards_divide_what_they_can(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
     config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
-    whole, half = weights_bytes(config, torch.float32), weights_bytes(config, torch.float32, tp_size=2)
+    whole, half = (weights_bytes(config, DenseScheme(torch.float32), tp_size=tp) for tp in (1, 2))
     norms = (2 * config.num_layers + 1) * config.hidden_size * 4
     assert half == (whole - norms) // 2 + norms
     assert kv_bytes_per_block(config, 16, torch.float32, tp_size=2) * 2 == kv_bytes_per_block(config, 16, torch.float32)

@@ -1,0 +1,94 @@
+// Exact dot products of bytes, four terms to a lane of 32 bits: AVX2 instructions where there are any, the compiler's
+// vector extension elsewhere. All sums are integers and none can overflow, so every version gives the same.
+#pragma once
+
+#if defined(__AVX2__) && !defined(SHOAL_NO_INTRINSICS)  // the switch lets tests run the other version here
+#define SHOAL_AVX2
+#include <immintrin.h>
+#endif
+
+#include "simd.h"
+
+namespace shoal {
+
+constexpr int LANES = 8;  // of a vector of 32 bits, whatever VL is: packed weights look the same on every machine
+
+typedef std::uint8_t bytes32 __attribute__((vector_size(32)));
+typedef std::int16_t shorts16 __attribute__((vector_size(32)));
+typedef std::uint16_t ushorts16 __attribute__((vector_size(32)));
+typedef std::int32_t ints8 __attribute__((vector_size(32)));
+typedef std::uint32_t uints8 __attribute__((vector_size(32)));
+typedef float floats8 __attribute__((vector_size(32)));
+typedef std::uint16_t halves8 __attribute__((vector_size(16)));
+
+template <class V>
+SHOAL_INLINE V load_as(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof(V));
+    return v;
+}
+
+template <class V>
+SHOAL_INLINE void store_as(void* p, V v) {
+    std::memcpy(p, &v, sizeof(V));
+}
+
+SHOAL_INLINE floats8 splat8(float x) { return x - floats8{}; }
+
+// The four bytes at p in every lane.
+SHOAL_INLINE bytes32 quad(const std::int8_t* p) {
+    std::uint32_t four;
+    std::memcpy(&four, p, 4);
+    return (bytes32)(uints8{} + four);
+}
+
+// Low and high nibble of each byte.
+SHOAL_INLINE bytes32 low_nibbles(bytes32 v) { return v & 15; }
+SHOAL_INLINE bytes32 high_nibbles(bytes32 v) { return (bytes32)((ushorts16)v >> 4) & 15; }
+
+#if defined(SHOAL_AVX2)
+
+// Sums of two neighbouring products, w in [0, 15] and x in [-128, 127]: at most 3840, so that eight add up in 16 bits.
+SHOAL_INLINE shorts16 pairs_unsigned(bytes32 w, bytes32 x) {
+    return (shorts16)_mm256_maddubs_epi16((__m256i)w, (__m256i)x);
+}
+
+// The same for w in [-128, 127] and x in [-127, 127]: at most 32512.
+SHOAL_INLINE shorts16 pairs_signed(bytes32 w, bytes32 x) {
+    __m256i signed_x = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+    return (shorts16)_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), signed_x);
+}
+
+SHOAL_INLINE ints8 add_pairs(shorts16 v) { return (ints8)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1)); }
+
+#else
+
+SHOAL_INLINE shorts16 even(bytes32 v) { return (shorts16)((ushorts16)v << 8) >> 8; }
+SHOAL_INLINE shorts16 odd(bytes32 v) { return (shorts16)v >> 8; }
+
+SHOAL_INLINE shorts16 pairs_signed(bytes32 w, bytes32 x) { return even(w) * even(x) + odd(w) * odd(x); }
+SHOAL_INLINE shorts16 pairs_unsigned(bytes32 w, bytes32 x) { return pairs_signed(w, x); }  // 15 has no sign bit
+
+SHOAL_INLINE ints8 add_pairs(shorts16 v) {
+    return ((ints8)((uints8)v << 16) >> 16) + ((ints8)v >> 16);
+}
+
+#endif
+
+// Eight fp16 numbers, exactly. Infinities and NaNs do not occur: they are refused when a weight is packed.
+SHOAL_INLINE floats8 widen(const std::uint16_t* p) {
+#if defined(SHOAL_AVX2) && defined(__F16C__)
+    return (floats8)_mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+    uints8 h = __builtin_convertvector(load_as<halves8>(p), uints8);
+    floats8 magnitude = (floats8)((h & 0x7fffu) << 13) * 0x1p112f;  // the exponents' bias is 15, not 127
+    return (floats8)((uints8)magnitude | (h & 0x8000u) << 16);
+#endif
+}
+
+SHOAL_INLINE float widen_one(std::uint16_t h) {
+    std::uint16_t eight[LANES] = {h};
+    return widen(eight)[0];
+}
+
+}  // namespace shoal
