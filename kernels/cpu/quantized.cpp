@@ -18,6 +18,7 @@
 
 #include "int_dot.h"
 #include "parallel.h"
+#include "replay.h"
 
 namespace shoal {
 namespace {
@@ -302,3 +303,6 @@ void shoal_quantized_linear(int format, const float* x, i64 x_stride, const std:
     else linear<INT8>(x, x_stride, packed, bias, output, rows, depth, threads);
 }
 }
+
+SHOAL_REPLAYABLE(quantized_rows)
+SHOAL_REPLAYABLE(quantized_linear)

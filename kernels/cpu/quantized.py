@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.kernels.cpu import checks
 from shoal.kernels.cpu.native import Native
 from shoal.kernels.ops import LinearWeight
 from shoal.kernels.quantized import GROUP, PANEL, QuantFormat, QuantizedMatrix, stack
@@ -75,8 +76,7 @@ class PackedQuantizedWeight(LinearWeight):
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         index = index.to(torch.int64).contiguous()
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.out_features:
-            raise IndexError(f"row index outside of the weight's {self.out_features} rows")
+        checks.check_rows(index, self.out_features)
         out = torch.empty((len(index), self.in_features))
         if len(self.segments) == 1:
             self._unpack(self.segments[0], index, out)
