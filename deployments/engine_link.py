@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import uuid
 from collections.abc import Coroutine
@@ -22,6 +23,12 @@ _LOOKS_UNTIL_LOST = 4
 """Heartbeats between the engine's last delta and its loss being certain; it may be on its way for a moment."""
 
 
+def may_have_arrived(error: BaseException | None) -> bool:
+    """Whether the engine may be working on requests whose submission ended so: a call that got no answer may have been
+    carried out, one that was refused was not."""
+    return error is None or not isinstance(error, ShoalError) or isinstance(error, EngineDeadError)
+
+
 class EngineLink:
     """Lives on the gateway's event loop. `receiver` is None when the engine is in this process."""
 
@@ -39,6 +46,9 @@ class EngineLink:
         self._unheard: dict[str, int] = {}
         """Request that a stream waits for and the engine does not know -> in how many looks in a row."""
         self._tasks: set[asyncio.Task[None]] = set()
+        # Calls that must arrive are made outside the context of the request that causes them: Serve cancels every call
+        # made in the context of a request whose client has hung up, and so the abort itself.
+        self._context = contextvars.copy_context()
 
     @property
     def info(self) -> EngineInfo:
@@ -65,7 +75,7 @@ class EngineLink:
 
     async def submit(self, requests: list[Request]) -> None:
         """All of them or none. When the caller is cancelled meanwhile, they are aborted once they have arrived."""
-        sending = asyncio.ensure_future(self._submit(requests))
+        sending = self._spawn(self._submit(requests))
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -101,7 +111,7 @@ class EngineLink:
 
     async def _abort_after(self, sending: asyncio.Future[None], request_ids: list[str]) -> None:
         await asyncio.wait([sending])
-        if not sending.cancelled() and sending.exception() is None:
+        if sending.cancelled() or may_have_arrived(sending.exception()):
             await self._abort(request_ids)
 
     async def _abort(self, request_ids: list[str]) -> None:
@@ -113,10 +123,11 @@ class EngineLink:
                 logger.warning("abort failed (attempt %d): %s", attempt + 1, error)
                 await asyncio.sleep(0.2 * 4**attempt)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # Health ---------------------------------------------------------------------------------------------------------
 

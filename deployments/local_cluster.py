@@ -84,6 +84,8 @@ class LocalCluster:
     def prepare(self) -> None:
         """Sets what Ray reads from the environment when it is imported; before anyone imports it."""
         if self._directory is None:
+            in_time = "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token"
+            assert in_time, "Ray was imported without token authentication; its cluster would be open to anyone"
             self._directory = Path(tempfile.mkdtemp(prefix="shoal-", dir=_temporary_directory()))
             self._set_environment(self._directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import secrets
 import uuid
@@ -20,7 +21,7 @@ from shoal.configs.errors import (
     OverloadedError,
     ShoalError,
 )
-from shoal.deployments.engine_link import EngineLink
+from shoal.deployments.engine_link import EngineLink, may_have_arrived
 from shoal.deployments.generation import Generation, Outputs
 from shoal.deployments.http.requests import InFlight
 from shoal.deployments.metrics import Metrics
@@ -46,6 +47,10 @@ class Stages:
     tokenizer: TokenizerStage
     guard: GuardStage | None
     """None where no input rail is configured: then there is nothing to ask."""
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def chat_job(
@@ -109,8 +114,10 @@ class GatewayService:
 
     async def vocabulary(self) -> tuple[Vocabulary, frozenset[int]]:
         """The bytes of all tokens and the ids of special ones, fetched once."""
-        if self._vocabulary is None or (self._vocabulary.done() and self._vocabulary.exception() is not None):
-            self._vocabulary = asyncio.get_running_loop().create_task(self._fetch_vocabulary())
+        if self._vocabulary is None or _has_failed(self._vocabulary):
+            # In a context of its own: Serve cancels what a request does when its client hangs up.
+            loop, context = asyncio.get_running_loop(), contextvars.Context()
+            self._vocabulary = loop.create_task(self._fetch_vocabulary(), context=context)
         return await asyncio.shield(self._vocabulary)
 
     async def _fetch_vocabulary(self) -> tuple[Vocabulary, frozenset[int]]:
@@ -192,8 +199,8 @@ class GatewayService:
         generation = Generation(requests, self._hub, self.config, self._outputs)
         try:
             await self.link.submit(requests)
-        except BaseException:
-            generation.close(submitted=False)
+        except BaseException as error:
+            generation.close(submitted=may_have_arrived(error))
             raise
         return generation
 

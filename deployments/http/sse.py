@@ -88,7 +88,7 @@ class EventStreamResponse(Response):
             self._done()
 
     def _is_stuck(self) -> bool:
-        """One write takes too long: looked at now and then, because a timer for each chunk costs as much as its text."""
+        """One write takes too long. Looked at now and then: a timer for each chunk would cost as much as its text."""
         return self._sending_since is not None and time.monotonic() - self._sending_since > self._write_timeout_s
 
     async def _write(self, send: Send) -> None:

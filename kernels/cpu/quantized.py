@@ -57,6 +57,15 @@ class PackedQuantizedWeight(LinearWeight):
         for part in stack(list(parts)):
             self.segments.append(Segment.pack(native, part, first, bias))
             first += part.out_features
+        # The tensors live as long as this object; their addresses are asked for once, not in every step.
+        self._calls = [
+            (
+                int(segment.format), segment.packed.data_ptr(),
+                None if segment.bias is None else segment.bias.data_ptr(),
+                segment.first * torch.float32.itemsize, segment.out_features,
+            )
+            for segment in self.segments
+        ]  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -65,13 +74,12 @@ class PackedQuantizedWeight(LinearWeight):
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out = x * weight^T + bias; x [rows, in_features] with contiguous columns, out contiguous."""
-        threads = torch.get_num_threads()
-        for segment in self.segments:
+        rows, threads = x.shape[0], torch.get_num_threads()
+        at, stride, to = x.data_ptr(), x.stride(0), out.data_ptr()
+        for code, packed, bias, first_byte, outputs in self._calls:
             self._native.quantized_linear(
-                segment.format, x.data_ptr(), x.stride(0), segment.packed.data_ptr(),
-                None if segment.bias is None else segment.bias.data_ptr(),
-                out.data_ptr() + segment.first * out.itemsize, self.out_features, x.shape[0], segment.out_features,
-                self.in_features, threads,
+                code, at, stride, packed, bias, to + first_byte, self.out_features, rows, outputs, self.in_features,
+                threads,
             )  # fmt: skip
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ import uvicorn
 
 from shoal.configs.app import AppConfig
 from shoal.deployments.gateway import Gateway
+
+# Ray reads it once, when it is imported, and some test here imports Ray before another starts a cluster.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
