@@ -73,7 +73,7 @@ ENGINE_METRICS = (
     ),
     Metric("shoal_request_prompt_tokens", "histogram", "Prompt tokens of a sequence.", (), SIZES),
     Metric("shoal_request_output_tokens", "histogram", "Generated tokens of a sequence.", (), SIZES),
-    Metric("shoal_prompt_tokens_total", "counter", "Prompt tokens of ended sequences."),
+    Metric("shoal_prompt_tokens_total", "counter", "Prompt tokens of ended requests, once for all n samples."),
     Metric("shoal_cached_prompt_tokens_total", "counter", "Prompt tokens that came from the prefix cache."),
     Metric("shoal_output_tokens_total", "counter", "Generated tokens of ended sequences."),
     Metric("shoal_sequences_finished_total", "counter", "Ended sequences.", ("reason",)),
@@ -233,8 +233,9 @@ class EngineMetrics(MetricsSink):
     def sequence_finished(self, sequence: FinishedSequence) -> None:
         metrics = self._metrics
         metrics.add("shoal_sequences_finished_total", 1, (sequence.reason.value,))
-        metrics.add("shoal_prompt_tokens_total", sequence.num_prompt_tokens)
-        metrics.add("shoal_cached_prompt_tokens_total", sequence.num_cached_tokens)
+        if sequence.index == 0:
+            metrics.add("shoal_prompt_tokens_total", sequence.num_prompt_tokens)
+            metrics.add("shoal_cached_prompt_tokens_total", sequence.num_cached_tokens)
         metrics.add("shoal_output_tokens_total", sequence.num_output_tokens)
         metrics.observe("shoal_request_prompt_tokens", (sequence.num_prompt_tokens,))
         metrics.observe("shoal_request_output_tokens", (sequence.num_output_tokens,))

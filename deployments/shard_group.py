@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import zmq
 
-from shoal.configs.errors import EngineDeadError, ShoalError
+from shoal.configs.errors import EngineDeadError
 from shoal.deployments.data_plane import ZmqSink
 from shoal.deployments.metrics import Metrics
 from shoal.deployments.stages import (
@@ -83,7 +83,7 @@ class ShardGroup(RemoteCallable):
                 link.expect(request)
                 accepted.append(request.request_id)
                 self.engine.submit(request, link)
-        except ShoalError:
+        except Exception:
             await self.abort(accepted)
             for request_id in accepted:
                 link.forget(request_id)

@@ -34,6 +34,8 @@ class FinishedSequence:
     """One sequence that ended, for whatever reason."""
 
     reason: FinishReason
+    index: int
+    """Which of its request's samples: they share one prompt, which counts once."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int

@@ -193,6 +193,7 @@ class OutputProcessor:
         self._metrics.sequence_finished(
             FinishedSequence(
                 reason=reason,
+                index=sequence.index,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens,
                 num_output_tokens=stream.num_output_tokens,

@@ -151,6 +151,17 @@ async def test_time_to_first_token_is_what_it_was(start_server: Any) -> None:
         assert values[f"{name}_sum"] >= 0.3
 
 
+async def test_a_prompt_is_counted_once_for_all_samples(start_server: Any) -> None:
+    async with start_server() as server:
+        usage = (await server.chat(n=3, temperature=1, max_tokens=1)).json()["usage"]
+        text = (await server.http.get("/metrics")).text
+    samples = {
+        sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+    }
+    assert samples["shoal_prompt_tokens_total"] == usage["prompt_tokens"]
+    assert samples["shoal_output_tokens_total"] == usage["completion_tokens"]
+
+
 async def test_the_request_id_goes_in_and_out(start_server: Any) -> None:
     async with start_server() as server:
         given = await server.http.get("/version", headers={"x-request-id": "my-id-1"})
