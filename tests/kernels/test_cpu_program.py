@@ -136,4 +136,5 @@ def test_an_error_in_the_captured_function_leaves_no_trace(native_ops, capturer)
 
 def test_every_operator_of_a_step_can_be_in_a_program(native_ops) -> None:
     native = native_ops._native
-    assert native.signatures.keys() - native.replayable.keys() == {"pack_weight", "run_program"}
+    others = native.signatures.keys() - native.replayable.keys()
+    assert {name for name in others if not name.startswith("pack_")} == {"run_program"}  # weights are packed at load

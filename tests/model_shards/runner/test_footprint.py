@@ -13,7 +13,15 @@ import torch
 
 from shoal.kernels.ops import LinearWeight
 from shoal.model_shards.quantization.schemes import DenseScheme
-from shoal.model_shards.runner.footprint import activation_bytes, kv_bytes_per_block, max_logit_rows, weights_bytes
+from shoal.model_shards.runner.footprint import (
+    MAX_CAPTURED_TOKENS,
+    PROGRAM_BYTES,
+    activation_bytes,
+    captured_bytes,
+    kv_bytes_per_block,
+    max_logit_rows,
+    weights_bytes,
+)
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
 
@@ -68,6 +76,17 @@ def test_activations_grow_with_the_step(tiny_checkpoint: Callable[..., Path], dr
     small, large = (activation_bytes(config, tokens, 256, torch.float32) for tokens in (256, 512))
     assert large - small == 256 * 4 * (5 * 64 + 128 + 2 * 64 + 3 * 128)
     assert max_logit_rows(262144) == 64
+
+
+def test_captured_steps_are_counted_where_they_can_be(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
+    """One rank a stage has programs, of steps up to a bound; with tensor parallelism there are none."""
+    config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
+    pool = captured_bytes(config, MAX_CAPTURED_TOKENS, torch.float32)
+    assert captured_bytes(config, 8, torch.float32) < pool
+    one, split = (activation_bytes(config, 512, 256, torch.float32, tp_size) for tp_size in (1, 2))
+    assert one - split > pool + PROGRAM_BYTES
+    small, large = (activation_bytes(config, tokens, 256, torch.float32) for tokens in (32, 64))
+    assert large - small > captured_bytes(config, 64, torch.float32) - captured_bytes(config, 32, torch.float32)
 
 
 def test_settings_travel_as_plain_values(tmp_path: Path, driver: ModuleType) -> None:

@@ -101,6 +101,12 @@ def test_same_bits_tied_or_not_and_with_every_bias(
     assert_same(driver, path, mixed_plans(driver, path, DRAWN), 45, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_same_bits_of_quantized_weights(tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str) -> None:
+    path = tiny_checkpoint(family)
+    assert_same(driver, path, mixed_plans(driver, path), 45, weights="int8")
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_same_bits_with_any_number_of_threads(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, threads: int
