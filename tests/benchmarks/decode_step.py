@@ -1,6 +1,6 @@
 """Times one decode step of SmolLM2-135M, operator by operator and as a program, in turns, against the machine.
 
-    python tests/benchmarks/decode_step.py [--threads N] [--batch 1 8 32] [--context N] [--steps N] [--clock wall|cpu]
+    python tests/benchmarks/decode_step.py [--threads N] [--batch 1 8 32] [--context N] [--weights dense|packed|int8]
 
 The roofline of a step is the slower of reading its bytes (weights and the context's keys and values) and of its
 multiply-adds, both as measured in the same run. `outside` is the part of a step that is not the model: building the
@@ -25,10 +25,12 @@ from kernels_cpu import CLOCKS, Bench
 
 from shoal.model_shards.engine.plan import NewSequence, ScheduledChunk, StepPlan
 from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.quantization.schemes import DenseScheme, make_scheme
 from shoal.model_shards.runner.footprint import kv_bytes_per_block, weights_bytes
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.sampling.params import SamplingParams
+from shoal.model_shards.weights.open import open_checkpoint
 from shoal.model_shards.weights.sources import resolve_model
 
 BLOCK = 16
@@ -113,8 +115,9 @@ def measure(runner: ModelRunner, model: ModelTime, bench: Bench, batch: int, con
     decode.close()
     settings, config = runner.settings, runner.config
     kv = kv_bytes_per_block(config, BLOCK, settings.kv_dtype) / BLOCK * (context + steps) * batch
-    weights = weights_bytes(config, settings.dtype)
-    flops = 2 * batch * weights / settings.dtype.itemsize
+    scheme = make_scheme(settings.weights, settings.dtype, open_checkpoint(settings.model))
+    weights = weights_bytes(config, scheme)
+    flops = 2 * batch * weights_bytes(config, DenseScheme(settings.dtype)) / settings.dtype.itemsize
     bound = max((weights + kv) / (bench.read_gb_s * 1e9), flops / (bench.peak_gflop_s * 1e9))
     for how, times in walls.items():
         median = statistics.median(times)
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40, help="of each kind")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", choices=("dense", "packed", "int8"), default="dense")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -145,12 +149,13 @@ def main() -> None:
         max_num_seqs=max(options.batch),
         max_model_len=longest,
         num_threads=options.threads,
+        weights=options.weights,
     )
     runner = ModelRunner(settings, ParallelContext.single())
     model = ModelTime(runner, bench.clock)
     how = f"{options.threads} threads, {options.clock} clock"
     limits = f"read {bench.read_gb_s:.1f} GB/s, fp32 {bench.peak_gflop_s:.0f} GFLOP/s"
-    print(f"SmolLM2-135M {options.dtype}, context {options.context}, {how}; {limits}")
+    print(f"SmolLM2-135M {options.weights} {options.dtype}, context {options.context}, {how}; {limits}")
     print(f"{'batch':>5} {'':>9} {'ms':>8} {'outside':>8} {'roofline':>9} {'tokens/s':>9}")
     rows = [r for b in options.batch for r in measure(runner, model, bench, b, options.context, options.steps)]
     for r in rows:
