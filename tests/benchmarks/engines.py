@@ -20,6 +20,8 @@ from typing import Any
 
 MODEL = "smollm2"
 PARAMETERS = 134_515_008
+PACKED_BYTES = 96_576_768
+"""Of the weights that `--weights packed` keeps of the Q4_1 file."""
 START_LIMIT_S = 400.0
 
 
@@ -41,14 +43,23 @@ Start = Callable[[Path, int, int], Engine]
 _KV_BF16 = 30 * 2 * 3 * 64 * 2
 
 
-def shoal(dtype: str, extra: list[str]) -> Start:
-    """Shoal as `make serve` runs it, from the interpreter that runs this script. `dtype` is how it stores weights."""
+def shoal(dtype: str, extra: list[str], *, packed: bool = False) -> Start:
+    """Shoal as `make serve` runs it, from the interpreter that runs this script. `dtype` is how it stores weights and
+    KV, `packed` keeps the file's 4-bit weights."""
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
+    weight_bytes = PACKED_BYTES if packed else PARAMETERS * itemsize
 
     def start(root: Path, port: int, threads: int) -> Engine:
         command = [str(Path(sys.executable).parent / "shoal"), "serve", "smollm2-135m", "--port", str(port)]
-        command += ["--dtype", dtype, "--num-threads", str(threads), *extra]
-        return Engine(command, PARAMETERS * itemsize, _KV_BF16 // 2 * itemsize, model="smollm2-135m")
+        command += [
+            "--dtype",
+            dtype,
+            "--num-threads",
+            str(threads),
+            *(["--weights", "packed"] if packed else []),
+            *extra,
+        ]
+        return Engine(command, weight_bytes, _KV_BF16 // 2 * itemsize, model="smollm2-135m")
 
     return start
 
@@ -93,6 +104,7 @@ def catalogue(shoal_dtype: str, shoal_arguments: list[str]) -> dict[str, Start]:
     """Every engine by the name used on the command line and in tables."""
     return {
         "shoal": shoal(shoal_dtype, shoal_arguments),
+        "shoal-packed": shoal(shoal_dtype, shoal_arguments, packed=True),
         "llamacpp-q4": llama_cpp(True, "--kv-unified"),
         "llamacpp-q4-split": llama_cpp(True, "--no-kv-unified"),
         "llamacpp-bf16": llama_cpp(False, "--kv-unified"),
