@@ -54,7 +54,7 @@ class EngineConfig(BaseModel):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most sequences that run at once. None: 64 on a CPU, 256 on a GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Token budget of one step; at least max_num_seqs. None: 512 on a CPU, 8192 on a GPU."""
+    """Token budget of one step; at least max_num_seqs. None: 128 on a CPU, 8192 on a GPU."""
     prefill_chunk_size: int | None = Field(default=None, ge=1)
     """Most prompt tokens of one sequence in a step. None: the whole budget."""
     max_partial_prefills: int = Field(default=4, ge=1)

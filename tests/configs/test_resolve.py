@@ -18,7 +18,7 @@ GPU_BOX = Machine(num_gpus=2, available_ram=100 * GIB, free_gpu_memory=80 * GIB)
 def test_a_laptop() -> None:
     settings = resolve_engine(EngineConfig(model="m"), LAPTOP)
     assert (settings.device, settings.dtype, settings.kv_dtype) == ("cpu", "bfloat16", "bfloat16")
-    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (64, 512)
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (64, 128)
     assert settings.memory_budget == 8 * GIB
     assert settings.kv_cache_limit == 10 * GIB // 8
 
