@@ -186,7 +186,7 @@ def test_o16_prompt_logprobs_are_whole_with_a_warm_cache_and_after_preemption(ki
     (sequence,) = scheduler.add(kit.make_request("scored", range(21), prompt_logprobs=0))
     plan = scheduler.schedule()
     assert chunks(plan) == [(1, 0, 21)]
-    scheduler._preempt(sequence)
+    scheduler._roster.preempt(sequence)
     scheduler.commit(ranks.execute(plan))
     assert sequence.prompt_logprobs == [None]
     run_all(scheduler, ranks)

@@ -1,0 +1,93 @@
+"""Who is where: every sequence from its arrival to its end, and the only place where one starts to run or stops."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from shoal.kvcache.manager import KVCacheManager
+from shoal.model_shards.engine.policy import Policy, WaitingQueue
+from shoal.model_shards.engine.request import Request
+from shoal.model_shards.engine.sequence import Sequence, SequenceStatus
+from shoal.model_shards.engine.settings import SchedulerCounters
+
+
+class Roster:
+    """Owner of all live sequences. Whoever leaves the ranks gives its blocks back here."""
+
+    def __init__(self, kv: KVCacheManager, policy: Policy, counters: SchedulerCounters) -> None:
+        self.running: list[Sequence] = []
+        """Best first by the policy's key, so the victim of a preemption is the last."""
+        self.waiting = WaitingQueue(policy)
+        self.live: dict[int, Sequence] = {}
+        self._kv = kv
+        self._policy = policy
+        self._counters = counters
+        self._by_request: dict[str, list[Sequence]] = {}
+        self._removed: list[int] = []
+        self._next_seq_id = 0
+
+    def add(self, request: Request, limit: int) -> list[Sequence]:
+        """Queues a request; returns its n sequences, in order of their index."""
+        family = Sequence.family(request, self._next_seq_id, limit)
+        self._next_seq_id += len(family)
+        self._by_request[request.request_id] = family
+        self.live.update((sequence.seq_id, sequence) for sequence in family)
+        self.waiting.push(family[0])
+        return family
+
+    def run(self, sequence: Sequence, start: int) -> None:
+        """A sequence becomes running at position `start`, with the blocks it already holds."""
+        sequence.transition(SequenceStatus.RUNNING)
+        sequence.restart(start)
+        insort(self.running, sequence, key=self._policy.key)
+
+    def preempt(self, victim: Sequence) -> None:
+        """Takes a running sequence's blocks; it will be recomputed from its prompt and outputs."""
+        self._leave_ranks(victim)
+        victim.transition(SequenceStatus.PREEMPTED)
+        victim.forget_progress()
+        self.waiting.push(victim)
+        self._counters.preemptions += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """The only way out, from any state."""
+        was = sequence.status
+        if was is SequenceStatus.RUNNING:
+            self._leave_ranks(sequence)
+        sequence.transition(SequenceStatus.FINISHED)
+        if was in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED):
+            self.waiting.forget(sequence)
+        del self.live[sequence.seq_id]
+        family = self._by_request[sequence.request.request_id]
+        if all(member.status is SequenceStatus.FINISHED for member in family):
+            del self._by_request[sequence.request.request_id]
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """Finishes all that is left of a request; returns the sequences it ended."""
+        alive = [s for s in self._by_request.get(request_id, ()) if s.status is not SequenceStatus.FINISHED]
+        for sequence in alive:
+            sequence.held = []
+        for sequence in alive:
+            self.finish(sequence)
+        return alive
+
+    def abort_all(self) -> list[Sequence]:
+        return [sequence for request_id in list(self._by_request) for sequence in self.abort(request_id)]
+
+    def take_removed(self) -> list[int]:
+        """Sequences that the ranks still know and must forget with the next plan; each is named once."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def _leave_ranks(self, sequence: Sequence) -> None:
+        """Frees a running sequence's blocks. Siblings that it still holds go their own way (their prompt may well hit
+        the prefix cache)."""
+        self.running.remove(sequence)
+        self._kv.free(sequence.seq_id)
+        if sequence.on_ranks:
+            self._removed.append(sequence.seq_id)
+            sequence.on_ranks = False
+        for sibling in sequence.held:
+            sibling.transition(SequenceStatus.WAITING)
+            self.waiting.push(sibling)
+        sequence.held = []

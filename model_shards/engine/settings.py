@@ -1,0 +1,37 @@
+"""What the scheduler is told once, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Token budget of one step. At least `max_num_seqs`, so that no decode ever waits for another."""
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    prefill_chunk_size: int | None = None
+    """Most tokens of one sequence in a step; None: the whole budget."""
+    max_partial_prefills: int = 4
+    """Sequences that may be in the middle of their prompt at once; more would hold blocks without progress."""
+
+    def __post_init__(self) -> None:
+        assert self.max_num_batched_tokens >= self.max_num_seqs > 0
+        assert self.max_partial_prefills > 0
+        assert self.prefill_chunk_size is None or self.prefill_chunk_size > 0
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Monotonic totals."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Of requests when they first ran, cached ones included; a prompt counts once, whatever n is."""
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    dropped_results: int = 0
+    """Results of steps whose sequence had ended or been preempted meanwhile."""
