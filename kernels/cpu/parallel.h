@@ -6,6 +6,7 @@
 // that are inside. Idle helpers spin for SPIN, to be awake when the next operator of a step follows, then sleep.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -29,7 +30,7 @@ SHOAL_INLINE void relax() {
 
 class Pool {
 public:
-    using Body = void (*)(const void* context, i64 index);
+    using Body = void (*)(const void* context, i64 begin, i64 end);
 
     // The process's pool. It is never destroyed: its threads may sleep in it until the process ends.
     static Pool& instance() {
@@ -38,14 +39,12 @@ public:
         return *current();
     }
 
-    // body(context, i) for i in [0, count), on the caller and at most threads - 1 helpers.
-    void run(i64 count, int threads, Body body, const void* context) {
-        if (busy_.exchange(true, std::memory_order_acquire)) {  // another thread's operator has the helpers
-            for (i64 i = 0; i < count; i++) body(context, i);
-            return;
-        }
+    // body(context, begin, end) for parts of [0, count), on the caller and at most threads - 1 helpers. Who is free takes
+    // one in `divisor` of what is left.
+    void run(i64 count, int threads, i64 divisor, Body body, const void* context) {
+        if (busy_.exchange(true, std::memory_order_acquire)) return body(context, 0, count);  // another has the helpers
         for (; helpers_ < threads - 1; helpers_++) std::thread([this] { help(); }).detach();
-        body_ = body, context_ = context, count_ = count, limit_ = static_cast<unsigned>(threads - 1);
+        body_ = body, context_ = context, count_ = count, divisor_ = divisor, limit_ = static_cast<unsigned>(threads - 1);
         next_.store(0, std::memory_order_relaxed);
         state_.store(((state_.load(std::memory_order_relaxed) >> SHIFT) + 1) << SHIFT | OPEN);
         if (sleepers_.load() > 0) {
@@ -73,7 +72,12 @@ private:
     }
 
     void work() {
-        for (i64 i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) body_(context_, i);
+        for (i64 begin = next_.load(std::memory_order_relaxed); begin < count_;) {
+            i64 end = begin + std::max<i64>(1, (count_ - begin) / divisor_);
+            if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+            body_(context_, begin, end);
+            begin = next_.load(std::memory_order_relaxed);
+        }
     }
 
     bool is_new(std::uint64_t state, std::uint64_t last) const { return (state & OPEN) && state >> SHIFT != last; }
@@ -108,7 +112,7 @@ private:
     alignas(64) std::atomic<i64> next_{0};
     alignas(64) Body body_ = nullptr;
     const void* context_ = nullptr;
-    i64 count_ = 0;
+    i64 count_ = 0, divisor_ = 1;
     std::atomic<unsigned> limit_{0};
     int helpers_ = 0;
     std::atomic<bool> busy_{false};
@@ -117,15 +121,27 @@ private:
     std::condition_variable wake_;
 };
 
+// body(begin, end) for parts of [0, count), for work that likes neighbours: long parts first, then shorter ones, down to
+// single indices, so that nobody waits long for the last.
+template <class Body>
+void parallel_ranges(i64 count, int threads, const Body& body) {
+    if (threads <= 1 || count <= 1) return body(0, count);
+    Pool::instance().run(
+        count, threads, 2 * threads,
+        [](const void* context, i64 begin, i64 end) { (*static_cast<const Body*>(context))(begin, end); }, &body);
+}
+
 // body(i) for i in [0, count), the next index to whoever is free.
 template <class Body>
 void parallel_for(i64 count, int threads, const Body& body) {
-    if (threads <= 1 || count <= 1) {
-        for (i64 i = 0; i < count; i++) body(i);
-        return;
-    }
+    auto one_by_one = [&](i64 begin, i64 end) {
+        for (i64 i = begin; i < end; i++) body(i);
+    };
+    if (threads <= 1 || count <= 1) return one_by_one(0, count);
     Pool::instance().run(
-        count, threads, [](const void* context, i64 i) { (*static_cast<const Body*>(context))(i); }, &body);
+        count, threads, count,
+        [](const void* context, i64 begin, i64 end) { (*static_cast<const decltype(one_by_one)*>(context))(begin, end); },
+        &one_by_one);
 }
 
 // Threads worth using for `work` units, of which one thread does `per_wake` in the time that another needs to join.

@@ -42,6 +42,19 @@ SHOAL_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_mem*>(p
 SHOAL_INLINE vu load(const std::uint32_t* p) { return *reinterpret_cast<const vu_mem*>(p); }
 SHOAL_INLINE void store(float* p, vf v) { *reinterpret_cast<vf_mem*>(p) = v; }
 SHOAL_INLINE vf splat(float x) { return x - vf{}; }
+
+// v in a register of its own: the compiler forgets where it was loaded from, and cannot load it again for every use.
+SHOAL_INLINE vf pinned(vf v) {
+#if defined(__AVX512F__) && SHOAL_VL == 16
+    asm("" : "+v"(v));
+#elif (defined(__AVX2__) && SHOAL_VL == 8) || (defined(__SSE2__) && SHOAL_VL == 4)
+    asm("" : "+x"(v));
+#elif defined(__aarch64__) && SHOAL_VL == 4
+    asm("" : "+w"(v));
+#endif
+    return v;
+}
+
 SHOAL_INLINE vu bits(vf v) { return (vu)v; }
 SHOAL_INLINE vf floats(vu v) { return (vf)v; }
 
