@@ -28,6 +28,31 @@ class TokenTexts(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
+class TextTable:
+    """The texts of tokens that are text by themselves, looked up once each: most tokens of most answers need nothing
+    more. One a tokenizer."""
+
+    def __init__(self, tokenizer: TokenTexts) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str | None] = {}
+
+    def text(self, token_id: int) -> str | None:
+        """None for a special token, and for bytes that are not whole characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._texts[token_id] = self._look_up(token_id)
+            return text
+
+    def _look_up(self, token_id: int) -> str | None:
+        if token_id in self._tokenizer.special_token_ids:
+            return None
+        try:
+            return self._tokenizer.token_bytes(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+
+
 class StopMatcher:
     """Finds the first stop string in a text that comes in pieces (Knuth-Morris-Pratt, one automaton a string).
 
@@ -40,11 +65,15 @@ class StopMatcher:
         self._matched = [0] * len(self._stops)
         self._first_characters = frozenset(stop[0] for stop in self._stops)
 
+    def ignores(self, text: str) -> bool:
+        """Nothing is begun, and nothing begins in this text: feeding it would change nothing."""
+        return not self._stops or not (any(self._matched) or not self._first_characters.isdisjoint(text))
+
     def feed(self, text: str, *, armed: bool = True) -> tuple[int, str] | None:
         """Takes more text. Returns (offset in `text` just after the match, stop string) or None. Not `armed`: complete
         matches do not count (the sequence is not allowed to end yet)."""
-        if not any(self._matched) and self._first_characters.isdisjoint(text):
-            return None  # nothing is begun, and nothing begins here
+        if self.ignores(text):
+            return None
         for offset, character in enumerate(text):
             found = self._step(character)
             if armed and found is not None:
@@ -104,9 +133,17 @@ class Piece:
 class Detokenizer:
     """Feed it each token once, in order; call `flush` when the sequence ends for another reason than a stop string."""
 
-    def __init__(self, tokenizer: TokenTexts, sampling: SamplingParams, prompt: Sequence[int] = ()) -> None:
-        """`prompt`: the token ids that come before; their text is not given again."""
+    def __init__(
+        self,
+        tokenizer: TokenTexts,
+        sampling: SamplingParams,
+        prompt: Sequence[int] = (),
+        table: TextTable | None = None,
+    ) -> None:
+        """`prompt`: the token ids that come before; their text is not given again. `table` may be shared by all
+        sequences of a tokenizer."""
         self._tokenizer = tokenizer
+        self._table = table or TextTable(tokenizer)
         self._skip_special = sampling.skip_special_tokens
         self._include_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
@@ -121,6 +158,18 @@ class Detokenizer:
         self._at_start = all(token_id in tokenizer.special_token_ids for token_id in prompt)
         """Nothing but special tokens yet."""
         self._num_tokens = 0
+
+    def feed_plain(self, token_id: int) -> str | None:
+        """The usual case of `feed` at a fraction of its cost: a token without logprobs that is shown whole at once,
+        because nothing is held and it holds nothing. Its text, or None when it is not so; nothing is changed then."""
+        if self._tokens or self._at_start:
+            return None
+        text = self._table.text(token_id)
+        if text is None or not self._matcher.ignores(text):
+            return None
+        self._num_tokens += 1
+        self._start += len(text)
+        return text
 
     def feed(self, token_id: int, logprobs: TokenLogprobs | None, *, hidden: bool = False) -> Piece:
         """One more token. `hidden`: it ends the sequence and its text is not shown (end-of-sequence)."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.model_shards.engine.detokenizer import Detokenizer, Piece, StopMatcher
+from shoal.model_shards.engine.detokenizer import Detokenizer, Piece, StopMatcher, TextTable
 from shoal.model_shards.engine.plan import TokenLogprobs
 from shoal.model_shards.sampling.params import SamplingParams
 
@@ -48,6 +48,20 @@ def run(pieces: Sequence[bytes], **sampling: object) -> tuple[list[Piece], str |
         if emitted[-1].stop is not None:
             return emitted, emitted[-1].stop
     return [*emitted, detokenizer.flush()], None
+
+
+def run_plainly(pieces: Sequence[bytes], **sampling: object) -> tuple[list[Piece], str | None, int]:
+    """As `run`, by `feed_plain` where that has an answer; also how often it had."""
+    tokens = Tokens(pieces)
+    detokenizer = Detokenizer(tokens, SamplingParams(**sampling), (), TextTable(tokens))  # type: ignore[arg-type]
+    emitted, plain = [], 0
+    for token_id in range(1, len(pieces) + 1):
+        text = detokenizer.feed_plain(token_id)
+        plain += text is not None
+        emitted.append(detokenizer.feed(token_id, None) if text is None else Piece(text, [token_id]))
+        if emitted[-1].stop is not None:
+            return emitted, emitted[-1].stop, plain
+    return [*emitted, detokenizer.flush()], None, plain
 
 
 def text_of(pieces: Sequence[Piece]) -> str:
@@ -177,6 +191,28 @@ def test_every_split_gives_the_same_stream(text: str, borders: list[int], stops:
     token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
     assert token_ids == list(range(1, len(token_ids) + 1))
     assert stop is not None or len(token_ids) == len(split(text.encode(), borders))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40) | texts.map(str.encode), cut_points, stop_strings, st.booleans(), st.integers(0, 4))
+def test_the_short_way_gives_the_same_pieces(
+    data: bytes, borders: list[int], stops: list[str], include: bool, min_tokens: int
+) -> None:
+    sampling = {"stop": tuple(stops), "include_stop_str_in_output": include, "min_tokens": min_tokens}
+    pieces = split(data, borders)
+    expected, stop = run(pieces, **sampling)
+    shown, shown_stop, _ = run_plainly(pieces, **sampling)
+    assert ([(p.text, p.token_ids) for p in shown], shown_stop) == ([(p.text, p.token_ids) for p in expected], stop)
+
+
+def test_the_short_way_is_taken_for_all_but_the_first_token_of_a_plain_text() -> None:
+    assert run_plainly([b"a ", b"plain ", "täxt ".encode(), b"of ", b"words"], stop=("###",))[2] == 4
+
+
+def test_a_special_token_and_half_a_character_do_not_go_the_short_way() -> None:
+    detokenizer = Detokenizer(Tokens([b"a", b"\xc3", b"\xa4"]), SamplingParams())
+    assert detokenizer.feed(1, None).text == "a"
+    assert [detokenizer.feed_plain(token_id) for token_id in (0, 2, 3)] == [None, None, None]
 
 
 @settings(max_examples=200, deadline=None)
