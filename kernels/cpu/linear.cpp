@@ -15,9 +15,9 @@
 namespace shoal {
 namespace {
 
-constexpr i64 KC = 320;                      // K of a block, at most: its weights and the activations of a tile fit L1
+constexpr i64 KC = 1536;                     // K of a block, at most: its weights stay in L2
 constexpr i64 MC = 96;                       // rows of a block, at most: their sums with one panel fit L1
-constexpr i64 L2_FLOATS = 64 << 10;          // activations of a block, at most: they stay in L2 for all panels
+constexpr i64 L2_FLOATS = 96 << 10;          // activations of a block, at most: they stay in L2 for all panels
 constexpr i64 AHEAD = 2 << 10;               // bytes of a panel fetched before they are needed
 constexpr i64 WAKE_BYTES = 64 << 10;         // weights one thread reads in the time another needs to wake up
 
@@ -43,6 +43,10 @@ constexpr std::array<Multiply<W>, MR> PANELS_TOGETHER = with_panels_together<W>(
 struct Output {
     float* data;
     i64 stride, columns;  // columns: outputs of the weight; the last panel may reach beyond
+
+    void fetch(i64 row, i64 rows, i64 column) const {
+        for (i64 r = 0; r < rows; r++) __builtin_prefetch(data + (row + r) * stride + column, 1);
+    }
 
     // sums [rows][width] to column and those that follow, as far as there are any.
     void write(const float* sums, i64 width, i64 row, i64 rows, i64 column) const {
@@ -110,7 +114,8 @@ struct Linear {
         });
     }
 
-    // A block of a panel's K stays in L1 for tiles [first, last). Each fetches a part of the one that follows in memory.
+    // A block of a panel's K stays in the cache for tiles [first, last), of which each fetches a part of the block that
+    // follows in memory, and the lines of the output that it will write.
     void block_of_rows(const Tiles& tiles, i64 first, i64 last, i64 panel) const {
         alignas(64) float sums[MC * NR];
         i64 row = tiles.first_row(first), count = tiles.first_row(last) - row, kc = ceil_div(depth, ceil_div(depth, KC));
@@ -121,10 +126,11 @@ struct Linear {
             for (i64 t = first; t < last; t++) {
                 i64 at = tiles.first_row(t), size = tiles.first_row(t + 1) - at;
                 Weights<W> block{now, 0, next + (t - first) * steps * NR / (last - first), fetched};
+                if (k + steps == depth) out.fetch(at, size, panel * NR);
                 ONE_PANEL<W>[size - 1]({x.data + at * x.stride + k, x.stride}, block, steps, sums + (at - row) * NR);
+                if (k + steps == depth) out.write(sums + (at - row) * NR, NR, at, size, panel * NR);
             }
         }
-        out.write(sums, NR, row, count, panel * NR);
     }
 
     void run() const {
