@@ -22,7 +22,7 @@ class Program(ABC, Generic[T]):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory of the recording itself; its tensors are in the capturer's pool."""
+        """Memory that the recording took, and by which the capturer's pool grew for it."""
 
     @abstractmethod
     def replay(self) -> T:

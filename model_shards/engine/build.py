@@ -197,6 +197,14 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: Weight
     activation_dtype = torch.float32 if settings.device == "cpu" else dtype
     tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
     layers = max((stage.layers for stage in cut_stages(model, pp)), key=len)
+    limits = footprint.StepLimits(
+        device=settings.device,
+        activation_dtype=activation_dtype,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len or model.max_position,
+        block_size=settings.block_size,
+    )
     return MemoryRequest(
         specs=decoder_specs(
             [model.window(layer) for layer in layers],
@@ -208,13 +216,7 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: Weight
         max_model_len=settings.max_model_len or settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         weights_bytes=footprint.weights_bytes(model, scheme, tp, pp),
-        activation_bytes=footprint.activation_bytes(
-            model,
-            settings.max_num_batched_tokens,
-            settings.max_model_len or model.max_position,
-            activation_dtype,
-            tp,
-        ),
+        activation_bytes=footprint.activation_bytes(model, limits, tp),
         total_bytes=settings.memory_budget,
         kv_bytes=settings.kv_cache_memory,
     )

@@ -89,6 +89,14 @@ class ParallelContext:
         with _collective(f"{position}: joining the other ranks"):
             return cls(position, _Groups.create(position, rendezvous, device, timedelta(seconds=timeout_s)))
 
+    @property
+    def queues_sums(self) -> bool:
+        """Whether sums over the tensor-parallel ranks are queued on the device (NCCL), and so can be part of a captured
+        step; gloo's wait in the host."""
+        if self.position.tp_size == 1:
+            return True
+        return self._groups is not None and dist.get_backend(self._groups.tensor) == "nccl"
+
     # --- within a stage -------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,10 @@ class ForwardBatch:
     """[num_tokens], like positions and slots."""
     positions: LongArray
     slots: LongArray
+    sampling: list[LiveSequence]
+    """The sequences that draw a token, in the plan's order."""
+    sample_rows: LongArray
+    """[len(sampling)]: the row that each of them draws from, its last."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,9 +73,12 @@ def build_batch(
 ) -> ForwardBatch:
     """`sequences[i]` belongs to `chunks[i]`, whose tokens must be known and whose blocks are in the table."""
     longer = any(chunk.num_tokens > 1 for chunk in chunks)
+    sampling = [sequence for chunk, sequence in zip(chunks, sequences, strict=True) if chunk.samples]
+    places = np.flatnonzero([chunk.samples for chunk in chunks])
     if longer:
         order = sorted(range(len(chunks)), key=lambda i: chunks[i].num_tokens > 1)  # stable
         chunks, sequences = [chunks[i] for i in order], [sequences[i] for i in order]
+        places = np.argsort(order)[places]
     rows = np.array([sequence.row for sequence in sequences])
     starts = np.array([chunk.start for chunk in chunks])
     if longer:
@@ -96,4 +103,6 @@ def build_batch(
         table.tokens[token_rows, positions],
         positions,
         slots,
+        sampling,
+        query_start[1:][places] - 1,
     )

@@ -6,6 +6,7 @@ Each function answers for the heaviest rank of the mesh, in bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -14,22 +15,43 @@ from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.stage import Stage, cut_stages
 from shoal.model_shards.parallel.split import HeadSplit, split_evenly, vocab_shard_rows
 from shoal.model_shards.quantization.schemes import LinearShape, WeightScheme
+from shoal.model_shards.runner.device_inputs import packed_bytes
 from shoal.model_shards.weights.names import EMBEDDING, LM_HEAD
 
-LOGITS_BYTES = 64 << 20
-"""Logits of one piece at most: longer columns of rows are sampled or scored piece by piece."""
+LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Logits of one piece at most: longer columns of rows are sampled or scored piece by piece. A GPU reads the head once a
+piece, and has the memory to do so once a step."""
 
 MAX_CAPTURED_TOKENS = 64
-"""Tokens of the largest step that runs as a program; beyond, what the operators do outweighs calling them."""
+"""Tokens of the largest step that runs as a program on a CPU; beyond, what the operators do outweighs calling them."""
 
 PROGRAM_BYTES = 16 << 20
-"""Recordings of all programs of a rank; a layer takes about 1 KiB of one."""
+"""Recordings of all programs of a rank on a CPU; a layer takes about 1 KiB of one."""
+
+GRAPH_LAYER_BYTES = 256 << 10
+"""A layer's kernels in a CUDA graph: a dozen, with what the driver keeps of each on the device. An upper estimate."""
 
 _CAPTURED_SLACK = 64 << 10
 """Alignment and gaps in the pool of captured steps."""
 
+_LIBRARY_BYTES = 128 << 20
+"""Workspaces of the vendor's matrix products, one for each of the two streams that a rank uses."""
+
 _LOGITS_COPIES = 4
 """Logits as computed, in fp32, as probabilities, and sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What bounds the steps of a rank."""
+
+    device: str
+    """"cpu" or "cuda"."""
+    activation_dtype: torch.dtype
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
 
 
 def weights_bytes(config: ModelConfig, scheme: WeightScheme, tp_size: int = 1, pp_size: int = 1) -> int:
@@ -47,35 +69,56 @@ def kv_bytes_per_block(
     return page.bytes_per_block * max(len(stage.layers) for stage in cut_stages(config, pp_size))
 
 
-def activation_bytes(
-    config: ModelConfig,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    activation_dtype: torch.dtype,
-    tp_size: int = 1,
-) -> int:
-    """Hidden states of the largest step, logits of the largest piece, the rotary tables, and the captured steps (one
-    rank a stage). An upper estimate: it counts a layer's intermediate results as if none were freed within it."""
-    per_token = _activations_per_token(config, tp_size)
+def activation_bytes(config: ModelConfig, limits: StepLimits, tp_size: int = 1) -> int:
+    """Hidden states of the largest step, logits of the largest piece, the rotary tables, and the captured steps. An
+    upper estimate: it counts a layer's intermediate results as if none were freed within it."""
+    per_token = _activations_per_token(config, tp_size) * limits.activation_dtype.itemsize
     tables = 1 if config.rope_local_theta is None else 2
-    rotary = tables * max_model_len * config.head_dim * torch.float32.itemsize
-    logits = _LOGITS_COPIES * max_logit_rows(config.vocab_size) * config.vocab_size * torch.float32.itemsize
+    rotary = tables * limits.max_model_len * config.head_dim * torch.float32.itemsize
+    rows = max_logit_rows(config.vocab_size, limits.device)
+    logits = _LOGITS_COPIES * rows * config.vocab_size * torch.float32.itemsize
     captured = 0
-    if tp_size == 1:
-        tokens = min(MAX_CAPTURED_TOKENS, max_num_batched_tokens)
-        captured = captured_bytes(config, tokens, activation_dtype) + PROGRAM_BYTES
-    return max_num_batched_tokens * per_token * activation_dtype.itemsize + logits + rotary + captured
+    if limits.device == "cuda":
+        captured = graph_bytes(config, limits, tp_size)
+    elif tp_size == 1:
+        tokens = min(MAX_CAPTURED_TOKENS, limits.max_num_batched_tokens)
+        captured = captured_bytes(config, tokens, limits.activation_dtype) + PROGRAM_BYTES
+    return limits.max_num_batched_tokens * per_token + logits + rotary + captured
 
 
 def captured_bytes(config: ModelConfig, num_tokens: int, activation_dtype: torch.dtype) -> int:
     """What a program of so many tokens computes: hidden states and logits, of one rank a stage."""
-    logits = min(num_tokens, max_logit_rows(config.vocab_size)) * config.vocab_size * torch.float32.itemsize
+    logits = min(num_tokens, max_logit_rows(config.vocab_size, "cpu")) * config.vocab_size * torch.float32.itemsize
     return num_tokens * _activations_per_token(config, 1) * activation_dtype.itemsize + logits + _CAPTURED_SLACK
 
 
-def max_logit_rows(vocab_size: int) -> int:
-    """Rows of logits that are held at once."""
-    return max(1, LOGITS_BYTES // (vocab_size * torch.float32.itemsize))
+def graph_bytes(config: ModelConfig, limits: StepLimits, tp_size: int = 1) -> int:
+    """Decode steps as CUDA graphs: their inputs, the pool that the largest one needs, the results beside it, the graphs
+    themselves and the libraries' workspaces."""
+    rows, size = limits.max_num_seqs, limits.activation_dtype.itemsize
+    width = -(-limits.max_model_len // limits.block_size)
+    inputs = packed_bytes(limits.max_num_batched_tokens, rows, width) + rows * width * torch.int32.itemsize
+    logits_rows = min(rows, max_logit_rows(config.vocab_size, "cuda"))
+    logits = logits_rows * config.vocab_size * (size + 2 * torch.float32.itemsize)
+    hidden = rows * (_activations_per_token(config, tp_size) + 2 * config.hidden_size) * size
+    graphs = len(graph_sizes(rows)) * config.num_layers * GRAPH_LAYER_BYTES
+    return inputs + logits + hidden + graphs + _LIBRARY_BYTES
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences of the decode steps that a GPU has as graphs, ascending. Few enough to be captured in seconds, and so
+    close that a step is filled up by little: beyond a few rows the time of a step hardly depends on one more."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+    size = 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += 8 if size < 256 else 32
+    return [*sizes, max_num_seqs]
+
+
+def max_logit_rows(vocab_size: int, device: str) -> int:
+    """Rows of logits that are held at once. `device` is "cpu", or an accelerator."""
+    return max(1, LOGITS_BYTES["cpu" if device == "cpu" else "cuda"] // (vocab_size * torch.float32.itemsize))
 
 
 def _activations_per_token(config: ModelConfig, tp_size: int) -> int:

@@ -12,11 +12,15 @@ from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan,
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.parallel.split import HeadSplit
 from shoal.model_shards.runner.batch import ForwardBatch, build_batch
-from shoal.model_shards.runner.footprint import max_logit_rows
+from shoal.model_shards.runner.captured import CapturedSteps, Computed
+from shoal.model_shards.runner.decode_graphs import DecodeGraphs
+from shoal.model_shards.runner.device_inputs import DeviceInputs, PlacedStep
+from shoal.model_shards.runner.footprint import graph_sizes, max_logit_rows
 from shoal.model_shards.runner.loading import load_stage
 from shoal.model_shards.runner.sequences import PLACEHOLDER_TOKEN, LiveSequence, SequenceTable
 from shoal.model_shards.runner.settings import RunnerSettings
-from shoal.model_shards.runner.step_capture import Computed, StepCapture
+from shoal.model_shards.runner.step_capture import StepCapture
+from shoal.model_shards.runner.warm_up import warm_up_batches, warm_up_states
 from shoal.model_shards.sampling.logprobs import prompt_logprobs
 from shoal.model_shards.sampling.sampler import Sampler
 
@@ -34,6 +38,8 @@ class ModelRunner:
         self.settings = settings
         self.context = context
         self.device = rank_device(settings.device, position.rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: kernels are launched on the current device
         self.model = load_stage(settings, context, self.device)
         self.config = self.model.config
         self.samples = position.rank == position.sampling_rank
@@ -43,10 +49,19 @@ class ModelRunner:
             self.model.ops.layout, settings.block_size, heads.num_kv_heads, self.config.head_dim, settings.kv_dtype
         )
         self.pages = [page.allocate(settings.num_blocks, self.device) for _ in self.model.stage.layers]
-        self.captured = StepCapture(self.model, self.pages, settings)
         self._sampler = Sampler(tuple({*self.config.eos_token_ids, *settings.eos_token_ids}))
-        self._rows_per_piece = max_logit_rows(self.config.vocab_size)
+        self._rows_per_piece = max_logit_rows(self.config.vocab_size, self.device.type)
         self._unreceived: deque[list[LiveSequence]] = deque()
+        self._inputs: DeviceInputs | None = None
+        self.captured: CapturedSteps
+        if self.device.type == "cpu":
+            self.captured = StepCapture(self.model, self.pages, settings)
+        else:
+            self._inputs = DeviceInputs(settings, self.config.vocab_size, self.device)
+            sizes = graph_sizes(settings.max_num_seqs)
+            self.captured = graphs = DecodeGraphs(self.model, self.pages, self._inputs, context, sizes)
+            self._warm_up()
+            graphs.prepare()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -65,10 +80,10 @@ class ModelRunner:
         self._receive_tokens(plan.chunks, sequences)
         batch = build_batch(plan.chunks, sequences, self.table, self.settings.block_size)
         computed = self._forward(batch)
-        sampling = [seq for chunk, seq in zip(plan.chunks, sequences, strict=True) if chunk.samples]
+        sampling = batch.sampling
         if self.context.position.is_last_stage:
             self._score_prompts(batch, computed.hidden, output)
-            self._sample(batch, computed, sampling, output)
+            self._sample(computed, sampling, output)
         if sampling and not self.samples:
             self._unreceived.append(sampling)
         return output
@@ -84,48 +99,64 @@ class ModelRunner:
             self.context.receive_hidden(received)
         computed = self.captured.run(batch, received)
         if computed is None:
-            token_ids, meta = batch.tensors(self.device)
-            computed = Computed(self.model.forward(token_ids if received is None else received, self.pages, meta))
+            step = self._place(batch)
+            inputs = step.token_ids if received is None else received
+            hidden = self.model.forward(inputs, self.pages, step.meta)
+            computed = Computed(hidden, sample_rows=step.sample_rows)
             if not position.is_last_stage:
-                self.context.send_hidden(computed.hidden)
+                self.context.send_hidden(hidden)
         elif not position.is_last_stage:
             self.context.send_hidden(computed.hidden.clone())  # the next step may overwrite it before it is sent
         return computed
 
+    def _place(self, batch: ForwardBatch) -> PlacedStep:
+        if self._inputs is not None:
+            return self._inputs.place(batch)
+        return PlacedStep(*batch.tensors(self.device), torch.from_numpy(batch.sample_rows))
+
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
+        pairs = torch.tensor(copies, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        sources, targets = pairs.to(self.device, non_blocking=True).unbind(1)
         for pages in self.pages:
             pages.copy_blocks(sources, targets)
 
-    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> Iterator[tuple[slice, torch.Tensor | None]]:
-        """(which of `rows`, their logits) in pieces of bounded size; None for logits on ranks that do not sample."""
-        whole = len(rows) == len(hidden) and rows == list(range(len(rows)))
-        for start in range(0, len(rows), self._rows_per_piece):
-            piece = slice(start, min(start + self._rows_per_piece, len(rows)))
-            if whole:
-                selected = hidden[piece]
-            else:
-                selected = hidden[torch.tensor(rows[piece], device=self.device)]
-            yield piece, self.model.logits(selected)
+    def _logits(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
+        """(which rows of `hidden`, their logits) in pieces of bounded size; None for logits on ranks that do not
+        sample."""
+        for start in range(0, len(hidden), self._rows_per_piece):
+            piece = slice(start, min(start + self._rows_per_piece, len(hidden)))
+            yield piece, self.model.logits(hidden[piece])
+
+    def _sampled_logits(self, computed: Computed, count: int) -> Iterable[tuple[slice, torch.Tensor | None]]:
+        """Of the `count` rows that sample, in the plan's order."""
+        if computed.logits is not None:  # of every row, and every row samples: batch and plan have one order
+            assert count == len(computed.logits)
+            return [(slice(count), computed.logits)]
+        if count == len(computed.hidden):
+            return self._logits(computed.hidden)
+        assert computed.sample_rows is not None, "only some rows sample"
+        return self._logits(computed.hidden[computed.sample_rows])
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Runs what steps may run. On all ranks at once: they meet in it."""
+        for batch in warm_up_batches(self.settings):
+            computed = self._forward(batch)
+            if not self.context.position.is_last_stage:
+                continue
+            for _, logits in self._sampled_logits(computed, len(batch.sample_rows)):
+                if logits is not None:
+                    states = warm_up_states()
+                    self._sampler.sample(logits[:1].repeat(len(states), 1), states)
 
     # --- what comes of it -----------------------------------------------------------------------------------------
 
-    def _sample(
-        self, batch: ForwardBatch, computed: Computed, sequences: list[LiveSequence], output: StepOutput
-    ) -> None:
+    def _sample(self, computed: Computed, sequences: list[LiveSequence], output: StepOutput) -> None:
         """`sequences`: those that sample, in the plan's order, which is the order of the output's columns."""
         if not sequences:
             return
-        pieces: Iterable[tuple[slice, torch.Tensor | None]]
-        if computed.logits is not None:  # of every row, and every row samples: batch and plan have one order
-            assert len(sequences) == len(computed.logits)
-            pieces = [(slice(None), computed.logits)]
-        else:
-            stops = zip(batch.sequences, batch.query_start[1:], strict=True)
-            last_row = {sequence.seq_id: int(stop) - 1 for sequence, stop in stops}
-            pieces = self._logits(computed.hidden, [last_row[sequence.seq_id] for sequence in sequences])
         drawn: list[int] = []
-        for piece, logits in pieces:
+        for piece, logits in self._sampled_logits(computed, len(sequences)):
             if logits is not None:
                 drawn += self._draw(sequences[piece], logits, output)
         if self.samples:
@@ -163,7 +194,7 @@ class ModelRunner:
             targets = self.table.tokens[sequence.row, chunk.start + 1 : stop].tolist()
             first = int(batch.query_start[i])
             scores: list[TokenLogprobs] = []
-            for piece, logits in self._logits(hidden, list(range(first, first + len(targets)))):
+            for piece, logits in self._logits(hidden[first : first + len(targets)]):
                 if logits is None or sequence.failure is not None:
                     continue  # the stage's other ranks are in the middle of the same pieces
                 try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,27 +19,17 @@ from shoal.kernels.ops import AttentionMetadata
 from shoal.kernels.page_format import KVPages
 from shoal.model_shards.models.decoder import Decoder
 from shoal.model_shards.runner.batch import ForwardBatch
+from shoal.model_shards.runner.captured import CapturedSteps, Computed, Result
 from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS, PROGRAM_BYTES, captured_bytes, max_logit_rows
 from shoal.model_shards.runner.settings import RunnerSettings
 
 logger = logging.getLogger(__name__)
 
-_Result = tuple[torch.Tensor, torch.Tensor | None]
 _Key = tuple[int, bool]
 """(tokens of the step, whether the logits of every row are part of it)"""
 
 
-@dataclass(slots=True)
-class Computed:
-    """What the model gave for one step. Memory of a program: valid until the next step."""
-
-    hidden: torch.Tensor
-    """[num_tokens, hidden_size]."""
-    logits: torch.Tensor | None = None
-    """[num_tokens, vocab_size], when a program computed them along."""
-
-
-class StepCapture:
+class StepCapture(CapturedSteps):
     """The programs of one rank. Tensor parallelism runs without: its sums wait for other processes."""
 
     def __init__(self, model: Decoder, pages: Sequence[KVPages], settings: RunnerSettings) -> None:
@@ -50,9 +39,9 @@ class StepCapture:
         if settings.tensor_parallel_size == 1:
             pool_bytes = captured_bytes(model.config, self.max_tokens, model.ops.activation_dtype)
             self._capturer = model.ops.capturer(pool_bytes)
-        self._programs: OrderedDict[_Key, Program[_Result]] = OrderedDict()
+        self._programs: OrderedDict[_Key, Program[Result]] = OrderedDict()
         self._seen: set[_Key] = set()
-        self._logit_rows = max_logit_rows(model.config.vocab_size)
+        self._logit_rows = max_logit_rows(model.config.vocab_size, "cpu")
         self._inputs = _Inputs(model, settings, self.max_tokens)
         self.replays = 0
 
@@ -79,17 +68,19 @@ class StepCapture:
         if not self._inputs.fill(batch, received):
             return None
         if program is None:
-            return self._capture(key)
-        self._programs.move_to_end(key)
-        self.replays += 1
-        return Computed(*program.replay())
+            hidden, logits = self._capture(key)
+        else:
+            self._programs.move_to_end(key)
+            self.replays += 1
+            hidden, logits = program.replay()
+        return Computed(hidden, logits, torch.from_numpy(batch.sample_rows))
 
-    def _capture(self, key: _Key) -> Computed:
+    def _capture(self, key: _Key) -> Result:
         assert self._capturer is not None
         model, pages, (count, with_logits) = self._model, self._pages, key
         inputs, meta = self._inputs.of_size(count, decodes_only=with_logits)
 
-        def step() -> _Result:
+        def step() -> Result:
             hidden = model.forward(inputs, pages, meta)
             return hidden, model.logits(hidden) if with_logits else None
 
@@ -102,7 +93,7 @@ class StepCapture:
             self._programs[key] = program
             while self.nbytes > PROGRAM_BYTES and len(self._programs) > 1:
                 self._programs.popitem(last=False)
-        return Computed(*result)
+        return result
 
 
 class _Inputs:

@@ -12,9 +12,9 @@ import torch
 from shoal.model_shards.engine.plan import NewSequence, ScheduledChunk, StepOutput, StepPlan
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.runner.batch import ForwardBatch
+from shoal.model_shards.runner.captured import Computed
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
-from shoal.model_shards.runner.step_capture import Computed
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.weights.sources import ModelSource
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +18,11 @@ from shoal.model_shards.quantization.schemes import DenseScheme
 from shoal.model_shards.runner.footprint import (
     MAX_CAPTURED_TOKENS,
     PROGRAM_BYTES,
+    StepLimits,
     activation_bytes,
     captured_bytes,
+    graph_bytes,
+    graph_sizes,
     kv_bytes_per_block,
     max_logit_rows,
     weights_bytes,
@@ -35,9 +40,12 @@ def stored_bytes(value: Any, seen: set[int]) -> int:
         return value.nbytes
     if isinstance(value, list):
         return sum(stored_bytes(item, seen) for item in value)
-    if not type(value).__module__.startswith(("shoal.model_shards.models", "shoal.model_shards.parallel")):
+    if not type(value).__module__.startswith(
+        ("shoal.model_shards.models", "shoal.model_shards.parallel", "shoal.kernels.ops")
+    ):
         return 0
-    return sum(stored_bytes(item, seen) for name, item in getattr(value, "__dict__", {}).items() if name != "cos_sin")
+    names = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "__dict__", {})
+    return sum(stored_bytes(getattr(value, name), seen) for name in names if name != "cos_sin")
 
 
 @pytest.mark.parametrize(
@@ -71,22 +79,59 @@ def test_shards_divide_what_they_can(tiny_checkpoint: Callable[..., Path], drive
     )  # two KV heads: four ranks hold each twice
 
 
-def test_activations_grow_with_the_step(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
+def limits(**changes: Any) -> StepLimits:
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "activation_dtype": torch.float32,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
+        "max_model_len": 256,
+        "block_size": 16,
+    }
+    return StepLimits(**{**values, **changes})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_activations_grow_with_the_step(tiny_checkpoint: Callable[..., Path], driver: ModuleType, device: str) -> None:
     config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
-    small, large = (activation_bytes(config, tokens, 256, torch.float32) for tokens in (256, 512))
-    assert large - small == 256 * 4 * (5 * 64 + 128 + 2 * 64 + 3 * 128)
-    assert max_logit_rows(262144) == 64
+    small, large = (
+        activation_bytes(config, limits(device=device, max_num_batched_tokens=tokens)) for tokens in (256, 512)
+    )
+    inputs = 256 * 3 * 8 if device == "cuda" else 0  # token ids, positions and slots
+    assert large - small == 256 * 4 * (5 * 64 + 128 + 2 * 64 + 3 * 128) + inputs
+    assert max_logit_rows(262144, "cpu") == 64
+    assert max_logit_rows(262144, "cuda") == 256
 
 
 def test_captured_steps_are_counted_where_they_can_be(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
-    """One rank a stage has programs, of steps up to a bound; with tensor parallelism there are none."""
+    """On a CPU one rank a stage has programs, of steps up to a bound; with tensor parallelism there are none."""
     config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
     pool = captured_bytes(config, MAX_CAPTURED_TOKENS, torch.float32)
     assert captured_bytes(config, 8, torch.float32) < pool
-    one, split = (activation_bytes(config, 512, 256, torch.float32, tp_size) for tp_size in (1, 2))
+    one, split = (activation_bytes(config, limits(), tp_size) for tp_size in (1, 2))
     assert one - split > pool + PROGRAM_BYTES
-    small, large = (activation_bytes(config, tokens, 256, torch.float32) for tokens in (32, 64))
+    small, large = (activation_bytes(config, limits(max_num_batched_tokens=tokens)) for tokens in (32, 64))
     assert large - small > captured_bytes(config, 64, torch.float32) - captured_bytes(config, 32, torch.float32)
+
+
+def test_graphs_are_counted_on_a_gpu(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
+    config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
+    few, many = (limits(device="cuda", max_num_seqs=count) for count in (8, 256))
+    assert graph_bytes(config, few) < graph_bytes(config, many)
+    assert activation_bytes(config, many) - activation_bytes(config, few) == (
+        graph_bytes(config, many) - graph_bytes(config, few)
+    )
+    assert graph_bytes(config, many, tp_size=2) < graph_bytes(config, many)
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 9, 64, 100, 255, 256, 257, 1000])
+def test_graph_sizes_ascend_to_the_largest_step(largest: int) -> None:
+    sizes = graph_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == largest
+    assert all(after <= 2 * before + 1 for before, after in pairwise(sizes))
+    assert len(sizes) <= 64
 
 
 def test_settings_travel_as_plain_values(tmp_path: Path, driver: ModuleType) -> None:
