@@ -41,6 +41,16 @@ class AttentionMetadata:
     """The first so many sequences have one query token each."""
 
 
+@dataclass(slots=True)
+class HeadNorms:
+    """RMSNorms over head_dim that a model applies to q and k before it rotates them (Qwen3, Gemma 3)."""
+
+    q_weight: torch.Tensor
+    """fp32 [head_dim], already with any offset; `k_weight` likewise."""
+    k_weight: torch.Tensor
+    eps: float
+
+
 class LinearWeight(ABC):
     """A weight in the form that its table's `linear` reads fastest. `out_features`, `in_features` are of this rank."""
 
@@ -62,6 +72,8 @@ class Ops(ABC):
     name: str
     layout: Layout
     activation_dtype: torch.dtype
+    device_sampling: bool = False
+    """Whether tokens are drawn by `sample`, where the logits lie; else the caller draws them on the host."""
 
     @abstractmethod
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
@@ -86,6 +98,10 @@ class Ops(ABC):
         the second result; without, the second result is x. (Zhang & Sennrich 2019, arXiv:1910.07467.) `weight` is
         fp32 [hidden] and already holds any offset."""
 
+    def rms_norm_rows(self, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The norm of some rows only: x [num_tokens, hidden], rows int64 [n] on the same device -> [n, hidden]."""
+        return self.rms_norm(x.index_select(0, rows), weight, eps)[0]
+
     @abstractmethod
     def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last axis of x [num_tokens, num_heads, head_dim] (q and k norms)."""
@@ -100,6 +116,24 @@ class Ops(ABC):
     @abstractmethod
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
         """Writes k, v [num_tokens, num_kv_heads, head_dim] to their slots."""
+
+    def rotary_store_kv(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cos_sin: torch.Tensor,
+        pages: KVPages,
+        meta: AttentionMetadata,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """What lies between the projection and attention: q and k [num_tokens, heads, head_dim] are normed (given
+        `norms`) and rotated, k and v stored. Returns q; what q and k hold afterwards is the backend's business."""
+        q, k, v = qkv
+        if norms is not None:
+            q = self.head_rms_norm(q, norms.q_weight, norms.eps)
+            k = self.head_rms_norm(k, norms.k_weight, norms.eps)
+        self.rotary(q, k, meta.positions, cos_sin)
+        self.store_kv(k, v, pages, meta.slot_mapping)
+        return q
 
     @abstractmethod
     def paged_attention(
@@ -122,6 +156,17 @@ class Ops(ABC):
     @abstractmethod
     def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, 2 * n] (gate, up) -> gelu_tanh(gate) * up [num_tokens, n]."""
+
+    def sample(self, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """One token a row, on the device and without sync: logits [n, vocab] (fp32, bfloat16 or float16), draws int64
+        [n, draws.WORDS] as `draws.pack_draws` makes them -> int64 [2, n]: token ids, then flags.
+
+        temperature -> top_k -> top_p -> min_p -> inverse CDF, as `SamplingParams` defines them; greedy rows take the
+        first of the largest. A row whose logits hold NaN or +inf or nothing finite has flag FAILED_FLAG and id 0, an id
+        that can be embedded. A row's token depends on its own logits and draw only."""
+        from shoal.kernels.reference.sampling import sample
+
+        return sample(logits, draws)
 
     def capturer(self, pool_bytes: int) -> Capturer | None:
         """Records sequences of operators whose results fit `pool_bytes`; None where the backend cannot."""

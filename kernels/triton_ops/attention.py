@@ -139,6 +139,7 @@ class _Step:
                 "lse_ptr": self.lse,
                 "partial_out_ptr": partial_out,
                 "partial_lse_ptr": partial_lse,
+                "query_start_ptr": self.meta.query_start,
                 "seq_lens_ptr": self.meta.seq_lens,
                 "window": self.window or 0,
                 "max_splits": splits,

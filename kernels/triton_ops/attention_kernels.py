@@ -229,22 +229,25 @@ def merge_segments_kernel(
     lse_ptr,  # fp32 [num_tokens, num_heads] (natural), may be None
     partial_out_ptr,  # fp32 [num_decodes, num_heads, max_splits, HEAD_DIM], each normalised over its segment
     partial_lse_ptr,  # fp32 [num_decodes, num_heads, max_splits], base 2
-    seq_lens_ptr, window, max_splits,
+    query_start_ptr, seq_lens_ptr, window, max_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid (sequences, heads). Adds a row's segments in order, weighted by exp2(lse - max): exact up to fp32 rounding,
     and the order does not depend on max_splits. Segments that the sequence does not have were never written and are not
-    read."""
+    read. A sequence without a query token, which pads a captured step, has no row to write."""
     seq = tl.program_id(0)
     head = tl.program_id(1)
+    query_start = tl.load(query_start_ptr + seq)
+    if tl.load(query_start_ptr + seq + 1) == query_start:
+        return
     seq_len = tl.load(seq_lens_ptr + seq)
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(seq_len - window, 0) // TILE_N * TILE_N
     _, num_splits = decode_segments(seq_len - start, TILE_N)
 
-    row = seq.to(tl.int64) * NUM_HEADS + head
+    row = query_start.to(tl.int64) * NUM_HEADS + head
     split = tl.arange(0, MAX_SEGMENTS)
     all_lse = tl.load(partial_lse_ptr + row * max_splits + split, mask=split < num_splits, other=float("-inf"))
     lse_max = tl.max(all_lse, 0)
@@ -256,6 +259,8 @@ def merge_segments_kernel(
         partial = tl.load(partial_out_ptr + (row * max_splits + i) * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
         acc += weight * partial
         total += weight
+    # A query without keys: zeros, as without a split.
+    total = tl.where(total == 0.0, 1.0, total)
     out = (acc / total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM + dim, out, mask=dim < HEAD_DIM)
     if lse_ptr is not None:

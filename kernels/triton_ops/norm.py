@@ -16,15 +16,19 @@ HEAD_TILE = 2048
 
 @triton.jit
 def rms_norm_kernel(
-    out_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr, eps, x_stride, residual_stride,
+    out_ptr, sum_ptr, x_ptr, residual_ptr, rows_ptr, weight_ptr, eps, x_stride, residual_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows). With a residual, x + residual is rounded to the activation dtype, kept in `sum_ptr`, and what was
-    rounded is what is normalised: the next layer must see the same residual."""
+    rounded is what is normalised: the next layer must see the same residual. With `rows_ptr`, row i is made of row
+    rows[i] of x."""
     row = tl.program_id(0).to(tl.int64)
+    source = row
+    if rows_ptr is not None:
+        source = tl.load(rows_ptr + row)
     column = tl.arange(0, BLOCK)
     valid = column < SIZE
-    x = tl.load(x_ptr + row * x_stride + column, mask=valid, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + source * x_stride + column, mask=valid, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row * residual_stride + column, mask=valid, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
@@ -74,14 +78,46 @@ def rms_norm_launch(
             "sum_ptr": total if residual is not None else None,
             "x_ptr": x,
             "residual_ptr": residual,
+            "rows_ptr": None,
             "weight_ptr": weight,
             "eps": eps,
             "x_stride": x.stride(0),
             "residual_stride": residual.stride(0) if residual is not None else 0,
         },
         {"SIZE": size, "BLOCK": block},
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=_warps(block),
     )
+
+
+def rms_norm_rows_launch(
+    x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> Launch:
+    """`out` dense [len(rows), hidden]: the norms of these rows of x."""
+    size = x.shape[1]
+    require_dense(x, first_axis=1)
+    block = next_power_of_2(size)
+    return Launch(
+        rms_norm_kernel,
+        (len(rows), 1, 1),
+        {
+            "out_ptr": out,
+            "sum_ptr": None,
+            "x_ptr": x,
+            "residual_ptr": None,
+            "rows_ptr": rows,
+            "weight_ptr": weight,
+            "eps": eps,
+            "x_stride": x.stride(0),
+            "residual_stride": 0,
+        },
+        {"SIZE": size, "BLOCK": block},
+        num_warps=_warps(block),
+    )
+
+
+def _warps(block: int) -> int:
+    """Warps of a program over a row: so many for 512 elements each, the same for the same row in any batch."""
+    return min(16, max(1, block // 512))
 
 
 def head_rms_norm_launch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> Launch:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
+from shoal.kernels.capture import Capturer
+from shoal.kernels.ops import AttentionMetadata, HeadNorms, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.triton_ops.activation import gated_launch
 from shoal.kernels.triton_ops.attention import attention_launches
+from shoal.kernels.triton_ops.graphs import CudaCapturer
 from shoal.kernels.triton_ops.launch import INTERPRETED, GpuTarget
-from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch
-from shoal.kernels.triton_ops.rotary import rotary_launch
+from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch, rms_norm_rows_launch
+from shoal.kernels.triton_ops.rotary import rotary_launch, rotary_store_kv_launch
+from shoal.kernels.triton_ops.sampling import sample_launches
 from shoal.kernels.triton_ops.store import store_kv_launch
 
 TRITON_OPERATORS = (
@@ -24,7 +27,10 @@ TRITON_OPERATORS = (
     "paged_attention",
     "paged_attention_lse",
     "rms_norm",
+    "rms_norm_rows",
     "rotary",
+    "rotary_store_kv",
+    "sample",
     "silu_and_mul",
     "store_kv",
 )
@@ -50,6 +56,7 @@ class TritonOps(Ops):
     """See the module. `device` is a CUDA device, or the CPU in Triton's interpreter."""
 
     name = "triton"
+    device_sampling = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cuda" and not INTERPRETED:
@@ -80,6 +87,11 @@ class TritonOps(Ops):
         rms_norm_launch(x, weight, eps, residual, out, total).run()
         return out, total
 
+    def rms_norm_rows(self, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty((len(rows), x.shape[1]), dtype=x.dtype, device=x.device)
+        rms_norm_rows_launch(x, rows, weight, eps, out).run()
+        return out
+
     def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         head_rms_norm_launch(x, weight, eps, out).run()
@@ -90,6 +102,17 @@ class TritonOps(Ops):
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
         store_kv_launch(k, v, pages, slot_mapping).run()
+
+    def rotary_store_kv(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cos_sin: torch.Tensor,
+        pages: KVPages,
+        meta: AttentionMetadata,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        rotary_store_kv_launch(qkv, cos_sin, pages, meta, norms).run()
+        return qkv[0]
 
     def paged_attention(
         self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
@@ -117,6 +140,16 @@ class TritonOps(Ops):
         out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
         gated_launch(x, "gelu_tanh", out).run()
         return out
+
+    def sample(self, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device)
+        for launch in sample_launches(logits, draws, out):
+            launch.run()
+        return out
+
+    def capturer(self, pool_bytes: int) -> Capturer | None:
+        """CUDA graphs, none in the interpreter. Their pool grows to what they need, whatever was foretold."""
+        return CudaCapturer(self._device) if self._device.type == "cuda" else None
 
     def explain(self) -> dict[str, str]:
         where = "Triton's interpreter" if INTERPRETED else f"Triton, compiled for sm_{self._target.capability}"

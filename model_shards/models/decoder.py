@@ -69,11 +69,16 @@ class Decoder:
         assert residual is not None
         return x + residual
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """hidden [n, hidden_size]: rows of the last stage's `forward` -> fp32 [n, vocab_size] on the rank that
-        samples, None on the stage's other ranks (which must call it too)."""
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+        """hidden [num_tokens, hidden_size]: what the last stage's `forward` gave, or some rows of it; `rows` int64 [n]
+        on its device: those that are asked for (None: all) -> fp32 [n, vocab_size] on the rank that samples, None on
+        the stage's other ranks (which must call it too)."""
         assert self.head is not None, "only the last stage has a head"
-        normed, _ = self.ops.rms_norm(hidden, self.final_norm, self.config.rms_eps)
+        eps = self.config.rms_eps
+        if rows is None:
+            normed, _ = self.ops.rms_norm(hidden, self.final_norm, eps)
+        else:
+            normed = self.ops.rms_norm_rows(hidden, rows, self.final_norm, eps)
         return self.head(normed)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.ops import AttentionMetadata, HeadNorms
 from shoal.kernels.page_format import KVPages
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.decoder import Decoder
@@ -26,25 +26,21 @@ class Attention:
         self.qkv = QKVLinear(load, prefix, hidden, heads, config.head_dim, bias=config.qkv_bias)
         width = config.num_heads * config.head_dim
         self.output = RowLinear(load, f"{prefix}.o_proj", hidden, width, bias=config.output_bias)
-        self.qk_norm = config.qk_norm
-        if self.qk_norm:
-            self.q_norm = load.norm(f"{prefix}.q_norm.weight", config.head_dim, config.norm_offset)
-            self.k_norm = load.norm(f"{prefix}.k_norm.weight", config.head_dim, config.norm_offset)
-        self.eps = config.rms_eps
+        self.norms = None
+        if config.qk_norm:
+            q_norm, k_norm = (
+                load.norm(f"{prefix}.{name}.weight", config.head_dim, config.norm_offset)
+                for name in ("q_norm", "k_norm")
+            )
+            self.norms = HeadNorms(q_norm, k_norm, config.rms_eps)
         self.scale = config.softmax_scale
         self.window = config.window(layer)
         self.cos_sin = cos_sin
         self.ops = load.ops
 
     def __call__(self, x: torch.Tensor, pages: KVPages, meta: AttentionMetadata) -> torch.Tensor:
-        ops = self.ops
-        q, k, v = self.qkv(x)
-        if self.qk_norm:
-            q = ops.head_rms_norm(q, self.q_norm, self.eps)
-            k = ops.head_rms_norm(k, self.k_norm, self.eps)
-        ops.rotary(q, k, meta.positions, self.cos_sin)
-        ops.store_kv(k, v, pages, meta.slot_mapping)
-        return self.output(ops.paged_attention(q, pages, meta, self.scale, self.window).flatten(1))
+        q = self.ops.rotary_store_kv(self.qkv(x), self.cos_sin, pages, meta, self.norms)
+        return self.output(self.ops.paged_attention(q, pages, meta, self.scale, self.window).flatten(1))
 
 
 class MLP:

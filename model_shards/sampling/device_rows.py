@@ -10,6 +10,12 @@ import torch
 from shoal.model_shards.sampling.vocab_rows import Columns, FloatArray, IdArray, VocabRows
 
 
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A copy on the device. From pinned memory, so that the host need not wait until the device has come so far."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class DeviceRows(VocabRows):
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values.detach()
@@ -26,7 +32,7 @@ class DeviceRows(VocabRows):
         return _host(self._values[self._index(rows), self._index(ids)])
 
     def put(self, rows: IdArray, ids: IdArray, values: FloatArray | float) -> None:
-        placed = torch.as_tensor(values, dtype=torch.float32, device=self._values.device)
+        placed = to_device(np.asarray(values, dtype=np.float32), self._values.device)
         self._values[self._index(rows), self._index(ids)] = placed
 
     def keep_only(self, row: int, ids: IdArray) -> None:
@@ -39,7 +45,7 @@ class DeviceRows(VocabRows):
         return DeviceRows(self._values[self._index(rows)])
 
     def softmax(self, rows: IdArray, temperatures: FloatArray) -> DeviceRows:
-        scaled = self._some(rows) / torch.from_numpy(temperatures).to(self._values.device)[:, None]
+        scaled = self._some(rows) / to_device(temperatures, self._values.device)[:, None]
         weights = torch.exp(scaled - scaled.amax(dim=1, keepdim=True))
         total = _tree_sum(_tree_sum(self._lines(weights, 0.0)))
         return DeviceRows(weights / total[:, None])
@@ -76,7 +82,7 @@ class DeviceRows(VocabRows):
         return self._values if len(rows) == len(self) else self._values[self._index(rows)]
 
     def _index(self, ids: IdArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(self._values.device)
+        return to_device(ids, self._values.device)
 
     def _lines(self, values: torch.Tensor, missing: float) -> torch.Tensor:
         """[m, vocab] -> [m, columns.length, columns.count]"""

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from shoal.kernels.ops import Ops
 from shoal.model_shards.engine.plan import TokenLogprobs
+from shoal.model_shards.sampling.device_sampler import DeviceSampler
 from shoal.model_shards.sampling.draw import FAILED, Draws, draw
+from shoal.model_shards.sampling.drawn import Drawn
 from shoal.model_shards.sampling.logprobs import BAD_LOGITS, prompt_logprobs, token_logprobs
 from shoal.model_shards.sampling.processors import apply_edits, edits_logits
 from shoal.model_shards.sampling.state import SamplerState
@@ -31,10 +34,14 @@ class SampleResult:
 
 
 class Sampler:
-    """eos_token_ids: the model's ends of sequence; they are masked while a sequence is shorter than its min_tokens."""
+    """eos_token_ids: the model's ends of sequence; they are masked while a sequence is shorter than its min_tokens.
+    ops: those of the device that holds the logits; tokens are drawn there if they can (`Ops.device_sampling`)."""
 
-    def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, eos_token_ids: Sequence[int] = (), ops: Ops | None = None) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._device = None
+        if ops is not None and ops.device_sampling:
+            self._device = DeviceSampler(ops, self._eos_token_ids)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> SampleResult:
         """One token for each sequence. logits: fp32 [len(states), vocab], row i for states[i]; they are consumed (may
@@ -43,6 +50,19 @@ class Sampler:
         The token of a row depends on its logits and its state only; on the CPU to the last bit.
         """
         assert logits.shape[0] == len(states), "one row of logits a state"
+        if self._device is not None:
+            drawn = self._device.launch(logits, states).collect()
+        else:
+            drawn = self._draw_on_host(logits, states)
+        errors = dict(drawn.errors)
+        for row in np.flatnonzero(drawn.token_ids == FAILED).tolist():
+            errors.setdefault(row, ALL_MASKED if row in drawn.edited else BAD_LOGITS)
+        result = SampleResult(drawn.token_ids.tolist(), [None] * len(states), errors)
+        if drawn.raw is not None:
+            _add_logprobs(result, drawn.raw, drawn.asked, states)
+        return result
+
+    def _draw_on_host(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
         rows = vocab_rows(logits)
         asked = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = rows.select(np.array(asked)) if asked else None
@@ -57,12 +77,7 @@ class Sampler:
         random = [row for row, state in enumerate(states) if not state.params.greedy and row not in errors]
         if random:
             tokens[random] = draw(rows, _draws(random, states))
-        for row in np.flatnonzero(tokens == FAILED).tolist():
-            errors.setdefault(row, ALL_MASKED if row in edited else BAD_LOGITS)
-        result = SampleResult(tokens.tolist(), [None] * len(states), errors)
-        if raw is not None:
-            _add_logprobs(result, raw, asked, states)
-        return result
+        return Drawn(tokens, errors, edited, asked, raw)
 
     def _edit(self, rows: VocabRows, edited: list[int], states: Sequence[SamplerState]) -> dict[int, str]:
         """Applies penalties, bias and masks; returns the rows that had no distribution even before (a mask would hide
