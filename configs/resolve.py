@@ -27,6 +27,7 @@ class Machine:
 class _DeviceDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
+    target_itl_ms: float
     memory_fraction: float
     kv_fraction: float
 
@@ -36,12 +37,13 @@ _AUTO_DTYPE = "bfloat16"
 
 
 _DEFAULTS: dict[Device, _DeviceDefaults] = {
-    # A CPU's products are as fast with 128 rows as with more, and a running stream waits for whole steps: on two cores
-    # 128 tokens of a 100 M model take a third of a second. A GPU needs thousands of rows to be busy.
+    # A CPU's products are nearly as fast with 16 rows as with 256, and a running stream waits for whole steps: on two
+    # cores 256 tokens of a 100 M model take a third of a second, so steps are cut to a time while a sequence decodes.
+    # A GPU needs thousands of rows to be busy, and takes some ten milliseconds for them.
     # The KV cache fills up with prefixes whatever is asked of it, and a laptop has other things to do: an eighth of
     # its memory. A GPU has nothing else to do.
-    "cpu": _DeviceDefaults(64, 128, 0.8, 0.125),
-    "cuda": _DeviceDefaults(256, 8192, 0.9, 1.0),
+    "cpu": _DeviceDefaults(64, 256, 80.0, 0.8, 0.125),
+    "cuda": _DeviceDefaults(256, 8192, 0.0, 0.9, 1.0),
 }
 
 
@@ -63,6 +65,8 @@ class ResolvedEngine:
     """None: the planner decides, up to the model's own context."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    target_itl_ms: float
+    """0: steps are not bounded in time."""
     prefill_chunk_size: int | None
     max_partial_prefills: int
     block_size: int
@@ -102,6 +106,7 @@ def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
         max_model_len=config.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_token_budget(config, defaults, max_num_seqs),
+        target_itl_ms=defaults.target_itl_ms if config.target_itl_ms is None else config.target_itl_ms,
         prefill_chunk_size=config.prefill_chunk_size,
         max_partial_prefills=config.max_partial_prefills,
         block_size=config.block_size,

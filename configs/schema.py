@@ -54,11 +54,15 @@ class EngineConfig(BaseModel):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most sequences that run at once. None: 64 on a CPU, 256 on a GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Token budget of one step; at least max_num_seqs. None: 128 on a CPU, 8192 on a GPU."""
+    """Token budget of one step; at least max_num_seqs. None: 256 on a CPU, 8192 on a GPU."""
+    target_itl_ms: float | None = Field(default=None, ge=0)
+    """Milliseconds between two tokens of a running sequence: pieces of prompts that join it in a step are cut so that
+    the step takes no longer, as far as measured steps tell. 0: not cut. None: 80 on a CPU, 0 on a GPU."""
     prefill_chunk_size: int | None = Field(default=None, ge=1)
     """Most prompt tokens of one sequence in a step. None: the whole budget."""
     max_partial_prefills: int = Field(default=4, ge=1)
-    """Most sequences that may be in the middle of their prompt at once."""
+    """Most prompts longer than a step that may be in their middle at once. In most steps the shortest rest comes first,
+    so that a short prompt does not wait for the end of long ones; in every fourth, the order is the policy's."""
 
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens a KV block."""

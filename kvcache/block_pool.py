@@ -121,12 +121,6 @@ class BlockPool:
         if self._hashes[block_id] is not None:
             self._forget(block_id)
 
-    def forget_all(self) -> None:
-        """Drops every hash (weights changed). Cached blocks become blank; references are untouched."""
-        for block_id in list(self._index.values()):
-            self._forget(block_id)
-        self._num_cached = 0
-
     def free_list(self) -> list[int]:
         """Block ids in the order in which `take` would hand them out."""
         order = []

@@ -41,6 +41,8 @@ class _Sequence:
     chain: PrefixChain
     num_registered: int = 0
     """Blocks from the front whose hashes are in the index (or were found there)."""
+    num_announced: int = 0
+    """Blocks from the front that are registered or will be: the rest of them is in the making."""
 
 
 class KVCacheManager:
@@ -61,6 +63,8 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks)
         self._namespace = namespace
         self._sequences: dict[int, _Sequence] = {}
+        self._makers: dict[bytes, int] = {}
+        """Hash of a block in the making -> the sequence that announced it."""
 
     # Sizes ----------------------------------------------------------------------------------------------------------
 
@@ -111,15 +115,38 @@ class KVCacheManager:
 
     # The life of a sequence -----------------------------------------------------------------------------------------
 
-    def start(self, seq_id: int, token_ids: Sequence[int], salt: str = "", *, use_cache: bool = True) -> int:
+    def prefix_chain(self, salt: str = "") -> PrefixChain:
+        """A chain for a sequence that is to be started. Whoever waits and tries again keeps it, so that its tokens are
+        hashed once. Sequences match only under equal salts."""
+        return PrefixChain(root_hash(self._namespace, salt), self.block_size)
+
+    def prefix_in_the_making(self, token_ids: Sequence[int], chain: PrefixChain) -> tuple[int, int] | None:
+        """Whether a started sequence is computing the first block of `token_ids` that the cache lacks: its id, and how
+        many tokens can be matched once it has computed all that the two have in common. None: nobody is."""
+        if not self.enable_prefix_caching:
+            return None
+        index, most = 0, (len(token_ids) - 1) // self.block_size
+        while index < most and self._pool.lookup(chain.hash_at(index, token_ids)) is not None:
+            index += 1
+        maker = self._makers.get(chain.hash_at(index, token_ids)) if index < most else None
+        if maker is None:
+            return None
+        while index < most and self._makers.get(chain.hash_at(index, token_ids)) == maker:
+            index += 1
+        return maker, index * self.block_size
+
+    def start(
+        self, seq_id: int, token_ids: Sequence[int], chain: PrefixChain | None = None, *, use_cache: bool = True
+    ) -> int:
         """Opens a sequence with the longest cached prefix of `token_ids`; returns how many tokens that covers.
 
         Only full blocks match, and never the last token: its logits are needed, so it is computed again (a wholly
         cached prompt recomputes its last block, into a block of its own). With `use_cache` False nothing is looked up
-        (prompt logprobs need every position computed), but what is computed is still offered to others.
+        (prompt logprobs need every position computed), but what is computed is still offered to others. `chain`: of
+        `prefix_chain`, this sequence's own from here on; None: a new one without salt.
         """
         assert seq_id not in self._sequences, f"sequence {seq_id} is already started"
-        sequence = _Sequence([], PrefixChain(root_hash(self._namespace, salt), self.block_size))
+        sequence = _Sequence([], chain or self.prefix_chain())
         self._sequences[seq_id] = sequence
         if not (self.enable_prefix_caching and use_cache):
             return 0
@@ -129,11 +156,21 @@ class KVCacheManager:
                 break
             self._pool.acquire(block_id)
             sequence.block_ids.append(block_id)
-        sequence.num_registered = len(sequence.block_ids)
+        sequence.num_registered = sequence.num_announced = len(sequence.block_ids)
         num_cached = sequence.num_registered * self.block_size
         self.stats.queried += len(token_ids)
         self.stats.hit += num_cached
         return num_cached
+
+    def announce(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """Says that a sequence just started is going to compute all of `token_ids`, so that others who begin alike can
+        wait for it. Holds until the blocks are committed or the sequence is freed."""
+        if not self.enable_prefix_caching:
+            return
+        sequence = self._sequences[seq_id]
+        sequence.num_announced = len(token_ids) // self.block_size
+        for index in range(sequence.num_registered, sequence.num_announced):
+            self._makers.setdefault(sequence.chain.hash_at(index, token_ids), seq_id)
 
     def allocate(self, seq_id: int, num_tokens: int) -> list[int] | None:
         """Grows the sequence until it has `num_tokens` slots. Returns the new block ids in order (maybe none), or None
@@ -153,7 +190,9 @@ class KVCacheManager:
         num_full = num_computed // self.block_size
         assert num_full <= len(sequence.block_ids), "more tokens computed than there are slots"
         for index in range(sequence.num_registered, num_full):
-            self._pool.register(sequence.block_ids[index], sequence.chain.hash_at(index, token_ids))
+            block_hash = sequence.chain.hash_at(index, token_ids)
+            self._pool.register(sequence.block_ids[index], block_hash)
+            self._retract(seq_id, block_hash)
         sequence.num_registered = max(sequence.num_registered, num_full)
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> list[tuple[int, int]] | None:
@@ -175,7 +214,8 @@ class KVCacheManager:
         shared = parent.block_ids[:num_full]
         for block_id in shared:
             self._pool.acquire(block_id)
-        child = _Sequence(shared + tail, parent.chain.branch(num_full), min(parent.num_registered, num_full))
+        registered = min(parent.num_registered, num_full)
+        child = _Sequence(shared + tail, parent.chain.branch(num_full), registered, registered)
         self._sequences[child_id] = child
         return [(parent.block_ids[num_full], tail[0])] if tail else []
 
@@ -189,12 +229,11 @@ class KVCacheManager:
     def free(self, seq_id: int) -> None:
         """Gives all blocks back. Tail first, so that the tail of a prefix is evicted before its head: a head without
         its tail still matches, a tail without its head never does."""
-        for block_id in reversed(self._sequences.pop(seq_id).block_ids):
+        sequence = self._sequences.pop(seq_id)
+        for block_hash in sequence.chain.hashes[sequence.num_registered : sequence.num_announced]:
+            self._retract(seq_id, block_hash)
+        for block_id in reversed(sequence.block_ids):
             self._pool.release(block_id)
-
-    def drop_cache(self) -> None:
-        """Forgets every cached prefix (the weights changed). Running sequences keep their blocks."""
-        self._pool.forget_all()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every reference has its owner and the ledger is exact. For idle moments and the
@@ -207,5 +246,14 @@ class KVCacheManager:
                 owners[block_id] += 1
         assert owners[NULL_BLOCK] == 0, "the null block was handed out"
         assert all(n == self._pool.references(b) for b, n in enumerate(owners)), "references differ from owners"
+        making = {
+            (h, i) for i, s in self._sequences.items() for h in s.chain.hashes[s.num_registered : s.num_announced]
+        }
+        assert self._makers.items() <= making, "a block that nobody is making"
         ledger = self.ledger
         assert ledger.blank + ledger.cached + ledger.referenced == ledger.total, f"the ledger is off: {ledger}"
+
+    def _retract(self, seq_id: int, block_hash: bytes) -> None:
+        """This sequence makes this block no longer (of two that do, the first to announce it is known)."""
+        if self._makers.get(block_hash) == seq_id:
+            del self._makers[block_hash]

@@ -147,6 +147,7 @@ def _engine_facts(settings: ResolvedEngine, max_model_len: int) -> dict[str, Any
         "max_model_len": max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "target_itl_ms": settings.target_itl_ms or "none",
     }
 
 

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.model_shards.engine.pacing import TimeAllowance
+
 
 @dataclass(slots=True)
 class StepBudget:
-    """What the step being planned may still take. Every chunk goes through `grant` and `spend`."""
+    """What the step being planned may still take."""
 
     tokens: int
     """Rows of the forward pass still free."""
     seats: int
     """Sequences that may still become running."""
     partial_prefills: int
-    """Sequences that may still be left in the middle of their prompt by this step."""
+    """Long prompts that may still be left in their middle, on top of those that already are."""
     chunk_size: int
     """Most tokens of one sequence in one step."""
+    allowance: TimeAllowance | None = None
+    """The time for pieces of prompts, where it is bounded."""
 
-    def grant(self, wanted: int) -> int:
-        """How many of a sequence's `wanted` tokens run now; 0 when it must wait for a later step."""
+    def grant(self, wanted: int, start: int) -> int:
+        """How many of a prompt's `wanted` tokens from position `start` on run now; 0 when it must wait for a later
+        step."""
         granted = min(wanted, self.tokens, self.chunk_size)
-        if granted < wanted and self.partial_prefills == 0:
-            return 0
-        return granted
-
-    def spend(self, granted: int, wanted: int) -> None:
-        assert 0 < granted <= self.tokens
-        self.tokens -= granted
-        if granted < wanted:
-            self.partial_prefills -= 1
+        return granted if self.allowance is None else min(granted, self.allowance.grant(wanted, start))

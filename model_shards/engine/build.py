@@ -16,6 +16,7 @@ from shoal.model_shards.engine.admission import AdmissionLimits
 from shoal.model_shards.engine.engine import Engine, EngineSettings
 from shoal.model_shards.engine.machine import measure_machine
 from shoal.model_shards.engine.metrics import MetricsSink
+from shoal.model_shards.engine.pacing import StepPacer
 from shoal.model_shards.engine.policy import make_policy
 from shoal.model_shards.engine.scheduler import Scheduler, SchedulerSettings
 
@@ -80,6 +81,7 @@ def _assemble(settings: ResolvedEngine, parts: _Parts, metrics: MetricsSink | No
             namespace=parts.namespace,
         ),
         make_policy(settings.scheduling_policy),
+        StepPacer(settings.target_itl_ms / 1e3) if settings.target_itl_ms else None,
     )
     return Engine(
         parts.executor,

@@ -237,13 +237,13 @@ class Engine:
             raise EngineDeadError(
                 f"Step {step.plan.step_id} has no result after {self._settings.step_timeout_s:g} s: a rank hangs."
             ) from error
-        self._updates = self._scheduler.commit(output)
-        self._record(step)
-
-    def _record(self, step: _Step) -> None:
         now = self.last_step_time = self._clock()
         step_s = max(now - max(step.submitted_at, self._last_commit), 1e-9)
         self._last_commit = now
+        self._updates = self._scheduler.commit(output, step_s)
+        self._record(step, step_s)
+
+    def _record(self, step: _Step, step_s: float) -> None:
         prefilled = sum(chunk.num_tokens for chunk in step.plan.chunks if chunk.num_tokens > 1)
         if prefilled:
             gate = self._gate

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from shoal.kvcache.manager import KVCacheManager
 from shoal.model_shards.engine.budget import StepBudget
+from shoal.model_shards.engine.pacing import StepPacer
 from shoal.model_shards.engine.plan import ScheduledChunk, StepPlan
 from shoal.model_shards.engine.policy import Policy
 from shoal.model_shards.engine.roster import Roster
 from shoal.model_shards.engine.sequence import Sequence, SequenceStatus
 from shoal.model_shards.engine.settings import SchedulerCounters, SchedulerSettings
+from shoal.model_shards.engine.step_cost import StepShape
+
+_TURN = 4
+"""Every so many steps prompts are served in the policy's order, in the others the shortest rest first: the first by the
+policy has at least this part of what prompts get."""
 
 
 @dataclass(slots=True)
@@ -28,23 +35,27 @@ class PlannedStep:
 
     plan: StepPlan
     budget: StepBudget
+    shape: StepShape = field(default_factory=StepShape)
     chunks: list[PlannedChunk] = field(default_factory=list)
 
 
 class Planner:
-    """Makes the plans of one scheduler. Its passes, in order: displace, decode, fork, continue prompts, admit."""
+    """Makes the plans of one scheduler. Its passes, in order: displace, decode, fork, pieces of prompts."""
 
     def __init__(
         self,
         settings: SchedulerSettings,
         kv: KVCacheManager,
         policy: Policy,
+        pacer: StepPacer | None,
         roster: Roster,
         counters: SchedulerCounters,
     ) -> None:
         self._settings = settings
+        self._chunk_size = settings.prefill_chunk_size or settings.max_num_batched_tokens
         self._kv = kv
         self._policy = policy
+        self._pacer = pacer
         self._roster = roster
         self._counters = counters
         self._stuck: tuple[int, int] | None = None
@@ -60,13 +71,14 @@ class Planner:
             tokens=settings.max_num_batched_tokens,
             seats=settings.max_num_seqs - len(self._roster.running),
             partial_prefills=settings.max_partial_prefills,
-            chunk_size=settings.prefill_chunk_size or settings.max_num_batched_tokens,
+            chunk_size=self._chunk_size,
         )
         step = PlannedStep(StepPlan(step_id), budget)
         self._decode(step)
         self._fork(step)
-        self._continue_prefills(step)
-        self._admit(step)
+        if self._pacer is not None:
+            budget.allowance = self._pacer.allowance(step.shape)
+        self._prompts(step)
         if not step.chunks:
             return None
         step.plan.removed = self._roster.take_removed()
@@ -109,7 +121,6 @@ class Planner:
                 blocks = self._kv.allocate(sequence.seq_id, sequence.num_computed_tokens + 1)
             if blocks is not None:
                 self._take(sequence, 1, blocks, step)
-                step.budget.spend(1, 1)
 
     def _fork(self, step: PlannedStep) -> None:
         """Held samples share the prompt once it is computed in earlier steps. All but its last token: that one the
@@ -120,9 +131,11 @@ class Planner:
         first = self._roster.waiting.peek()
         for parent in list(running):
             shared = parent.num_prompt_tokens - 1
-            while parent.held and parent.num_computed_tokens >= shared and budget.tokens > 0 and budget.seats > 0:
+            while parent.held and parent.num_computed_tokens >= shared and budget.tokens > 0:
                 child = parent.held[0]
                 if first is not None and self._policy.key(first) < self._policy.key(child):
+                    return
+                if budget.seats - self._roster.followers.before(child) <= 0:
                     return
                 if self._kv.num_free_blocks < len(running) + 2:
                     return
@@ -135,39 +148,96 @@ class Planner:
                 step.plan.block_copies += copies
                 self._run(child, shared, introduced, step)
                 self._take(child, 1, blocks, step)
-                budget.spend(1, 1)
 
-    def _continue_prefills(self, step: PlannedStep) -> None:
-        for sequence in self._roster.running:
-            wanted = sequence.num_remaining
-            if wanted > 1 and (granted := step.budget.grant(wanted)):
-                self._take(sequence, granted, [], step)
-                step.budget.spend(granted, wanted)
+    def _prompts(self, step: PlannedStep) -> None:
+        """Pieces of what is longer than a token: of sequences in the middle of their prompt, and of waiting ones. A
+        waiting one that does not fit ends the admissions of the step, so that nobody takes what it waits for."""
+        budget = step.budget
+        in_turn = step.plan.step_id % _TURN == 0
+        order = self._policy.key if in_turn else self._policy.piece_key
+        in_progress = deque(sorted((s for s in self._roster.running if s.num_remaining > 1), key=order))
+        budget.partial_prefills -= sum(not self._is_short(sequence) for sequence in in_progress)
+        candidate = self._candidate(step, in_turn)
+        while budget.tokens > 0:
+            if candidate is not None and not (in_progress and order(in_progress[0]) < order(candidate)):
+                candidate = self._candidate(step, in_turn) if self._admit(candidate, step) else None
+            elif in_progress:
+                sequence = in_progress.popleft()
+                if granted := budget.grant(sequence.num_remaining, sequence.num_computed_tokens):
+                    budget.partial_prefills += granted == sequence.num_remaining and not self._is_short(sequence)
+                    self._take_piece(sequence, granted, [], step)
+            else:
+                return
 
-    def _admit(self, step: PlannedStep) -> None:
-        """Waiting sequences, best first; the first that does not fit ends the pass, so that none is overtaken for
-        ever. One is admitted only when its whole known length fits and every running sequence could still grow by a
-        block: a prefill never stops half-way, and what was just preempted does not come back to be preempted again."""
-        budget, waiting = step.budget, self._roster.waiting
-        while budget.tokens > 0 and budget.seats > 0 and (sequence := waiting.peek()) is not None:
-            hopeless = self._is_stuck(sequence) and not self._new_prefixes
-            if hopeless or budget.grant(len(sequence.token_ids)) == 0:
-                return
-            seq_id, free_before = sequence.seq_id, self._kv.num_free_blocks
-            salt, use_cache = sequence.request.cache_salt, not sequence.wants_prompt_logprobs
-            cached = self._kv.start(seq_id, sequence.token_ids, salt, use_cache=use_cache)
-            introduced = self._kv.block_ids(seq_id)
-            blocks = self._kv.allocate(seq_id, len(sequence.token_ids))
-            if blocks is None or self._kv.num_free_blocks < len(self._roster.running):
-                self._kv.free(seq_id)
-                self._stuck, self._new_prefixes = (seq_id, free_before), False
-                return
-            waiting.pop()
-            self._run(sequence, cached, introduced, step)
-            wanted = sequence.num_remaining
-            granted = budget.grant(wanted)
-            self._take(sequence, granted, blocks, step)
-            budget.spend(granted, wanted)
+    def _candidate(self, step: PlannedStep, in_turn: bool) -> Sequence | None:
+        """The waiting sequence that may start now: the first by the policy, or a short one that overtakes it. One whose
+        next blocks a running sequence is computing follows that one instead, and keeps its seat against all who come
+        after it."""
+        waiting, followers = self._roster.waiting, self._roster.followers
+        while (sequence := waiting.peek()) is not None:
+            if self._is_stuck(sequence) and not self._new_prefixes:
+                return None
+            if not in_turn:
+                sequence = self._overtaking(sequence, step) or sequence
+            if step.budget.seats - followers.before(sequence) <= 0:
+                return None
+            leader = self._leader_of(sequence)
+            if leader is None:
+                return sequence
+            self._roster.follow(sequence, *leader)
+        return None
+
+    def _overtaking(self, first: Sequence, step: PlannedStep) -> Sequence | None:
+        """A short prompt that need not wait for the first of the queue, since it takes nothing that this one waits for:
+        a seat and blocks are left for it, short prompts take no slot of a partial prefill, and its turn comes."""
+        shortest = self._roster.waiting.shortest()
+        seats = step.budget.seats - len(self._roster.followers)
+        if shortest is None or shortest is first or not self._is_short(shortest) or seats < 2:
+            return None
+        room = self._room_for(first) + self._kv.blocks_for(len(shortest.token_ids))
+        return shortest if self._kv.num_free_blocks >= room else None
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """It fits in one piece."""
+        return len(sequence.token_ids) <= self._chunk_size
+
+    def _leader_of(self, sequence: Sequence) -> tuple[int, int] | None:
+        """The running sequence that computes a prefix of this one, and how many tokens they share. Nobody waits for a
+        sequence whose place it may take."""
+        if sequence.prefix_chain is None:
+            sequence.prefix_chain = self._kv.prefix_chain(sequence.request.cache_salt)
+        if sequence.wants_prompt_logprobs:
+            return None
+        found = self._kv.prefix_in_the_making(sequence.token_ids, sequence.prefix_chain)
+        if found is None or self._policy.displaces(sequence, self._roster.live[found[0]]):
+            return None
+        return found
+
+    def _admit(self, sequence: Sequence, step: PlannedStep) -> bool:
+        """Starts the first of the waiting queue, if it fits. It is admitted only when its whole known length fits and
+        every running sequence could still grow by a block: a prefill never stops half-way, and what was just preempted
+        does not come back to be preempted again."""
+        budget, seq_id, tokens = step.budget, sequence.seq_id, sequence.token_ids
+        if budget.partial_prefills <= 0 and not self._is_short(sequence):
+            return False
+        free_before = self._kv.num_free_blocks
+        cached = self._kv.start(seq_id, tokens, sequence.prefix_chain, use_cache=not sequence.wants_prompt_logprobs)
+        introduced = self._kv.block_ids(seq_id)
+        granted = budget.grant(len(tokens) - cached, cached)
+        if granted == 0:
+            self._kv.free(seq_id)
+            return False
+        blocks = self._kv.allocate(seq_id, len(tokens))
+        if blocks is None or self._kv.num_free_blocks < len(self._roster.running):
+            self._kv.free(seq_id)
+            self._stuck, self._new_prefixes = (seq_id, free_before), False
+            return False
+        self._kv.announce(seq_id, tokens)
+        self._roster.waiting.remove(sequence)
+        self._run(sequence, cached, introduced, step)
+        budget.partial_prefills -= granted < sequence.num_remaining and not self._is_short(sequence)
+        self._take_piece(sequence, granted, blocks, step)
+        return True
 
     def _run(self, sequence: Sequence, start: int, block_ids: list[int], step: PlannedStep) -> None:
         """A sequence becomes running at position `start`, and the ranks are told of it."""
@@ -179,11 +249,18 @@ class Planner:
         step.plan.new.append(sequence.introduction(block_ids))
         step.budget.seats -= 1
 
+    def _take_piece(self, sequence: Sequence, count: int, blocks: list[int], step: PlannedStep) -> None:
+        if step.budget.allowance is not None:
+            step.budget.allowance.spend(count, sequence.num_computed_tokens)
+        self._take(sequence, count, blocks, step)
+
     def _take(self, sequence: Sequence, count: int, blocks: list[int], step: PlannedStep) -> None:
         """Puts `count` tokens of a running sequence into the plan, and counts them as computed from here on."""
         samples = sequence.limit > 0 and count == sequence.num_remaining
         chunk = ScheduledChunk(sequence.seq_id, sequence.num_computed_tokens, count, blocks, samples)
+        step.budget.tokens -= count
         step.plan.chunks.append(chunk)
+        step.shape.add(chunk.start, count)
         step.chunks.append(PlannedChunk(sequence, sequence.generation, chunk))
         sequence.num_computed_tokens += count
         sequence.num_placeholders += samples

@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from shoal.configs.errors import ConfigError
-from shoal.model_shards.engine.sequence import Sequence, SequenceStatus
+from shoal.model_shards.engine.sequence import Sequence
 
 Key = tuple[float, ...]
 
-_FINISHED_KEPT = 64
-"""So many finished sequences do not make a sweep of the waiting queue worth while."""
+_Entry = tuple[Key, int, Sequence]
+
+_LEFT_KEPT = 64
+"""So many who have left do not make a sweep of the waiting queue worth while."""
 
 
 class Policy(ABC):
@@ -21,6 +23,12 @@ class Policy(ABC):
     @abstractmethod
     def key(self, sequence: Sequence) -> Key:
         """Smaller runs first and is preempted last."""
+
+    def piece_key(self, sequence: Sequence) -> Key:
+        """Smaller gets a piece of the step first, among prompts that share it: the shortest rest, so that a short
+        prompt does not wait for the end of long ones. May change from step to step. It decides in most steps, `key` in
+        the others, so that no long prompt is put off for ever."""
+        return (sequence.num_remaining, *self.key(sequence))
 
     @abstractmethod
     def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
@@ -44,6 +52,9 @@ class PriorityOrder(Policy):
     def key(self, sequence: Sequence) -> Key:
         return (sequence.request.priority, sequence.request.arrival_time, sequence.seq_id)
 
+    def piece_key(self, sequence: Sequence) -> Key:
+        return (sequence.request.priority, *super().piece_key(sequence))
+
     def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
         return candidate.request.priority < victim.request.priority
 
@@ -58,38 +69,44 @@ def make_policy(name: str) -> Policy:
 
 
 class WaitingQueue:
-    """Sequences not running (new or preempted), best first. Removal is lazy: a finished one is skipped when it comes
-    to the top, so an abort costs next to nothing. Some never come there (the worst, while better ones keep coming), so
-    the finished ones are swept out when they are the most."""
+    """Sequences not running (new or preempted), in two orders: by the policy's key, and the shortest first. Removal is
+    lazy: who has left is skipped on coming to the top. Some never come there (the worst, while better ones keep
+    coming), so those who have left are swept out when they are the most."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[tuple[Key, Sequence]] = []
-        self._count = 0
+        self._queued: dict[int, Sequence] = {}
+        self._by_key: list[_Entry] = []
+        self._by_length: list[_Entry] = []
+        self._pushed = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._queued)
 
     def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (self._policy.key(sequence), sequence))
-        self._count += 1
+        assert sequence.seq_id not in self._queued, f"sequence {sequence.seq_id} is queued twice"
+        self._queued[sequence.seq_id] = sequence
+        self._pushed += 1  # tells an entry from an older one of the same sequence
+        heapq.heappush(self._by_key, (self._policy.key(sequence), self._pushed, sequence))
+        heapq.heappush(self._by_length, (self._policy.piece_key(sequence), self._pushed, sequence))
 
     def peek(self) -> Sequence | None:
-        while self._heap and self._heap[0][1].status is SequenceStatus.FINISHED:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        """The first by the policy's key."""
+        return self._top(self._by_key)
 
-    def pop(self) -> Sequence:
-        sequence = self.peek()
-        assert sequence is not None, "pop from an empty queue"
-        heapq.heappop(self._heap)
-        self._count -= 1
-        return sequence
+    def shortest(self) -> Sequence | None:
+        """The first by the policy's `piece_key`."""
+        return self._top(self._by_length)
 
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence, still queued, was just finished."""
-        assert sequence.status is SequenceStatus.FINISHED
-        self._count -= 1
-        if len(self._heap) > 2 * self._count + _FINISHED_KEPT:
-            self._heap = [entry for entry in self._heap if entry[1].status is not SequenceStatus.FINISHED]
-            heapq.heapify(self._heap)
+    def remove(self, sequence: Sequence) -> None:
+        del self._queued[sequence.seq_id]
+        if len(self._by_key) > 2 * len(self._queued) + _LEFT_KEPT:
+            self._by_key, self._by_length = [], []
+            queued, self._queued = self._queued, {}
+            for member in queued.values():
+                self.push(member)
+
+    def _top(self, heap: list[_Entry]) -> Sequence | None:
+        while heap and heap[0][2].seq_id not in self._queued:
+            heapq.heappop(heap)
+        return heap[0][2] if heap else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 
 from shoal.kvcache.manager import KVCacheManager
+from shoal.model_shards.engine.followers import Followers
 from shoal.model_shards.engine.policy import Policy, WaitingQueue
 from shoal.model_shards.engine.request import Request
 from shoal.model_shards.engine.sequence import Sequence, SequenceStatus
@@ -18,6 +19,8 @@ class Roster:
         self.running: list[Sequence] = []
         """Best first by the policy's key, so the victim of a preemption is the last."""
         self.waiting = WaitingQueue(policy)
+        self.followers = Followers(policy)
+        """They wait too, but not in the queue."""
         self.live: dict[int, Sequence] = {}
         self._kv = kv
         self._policy = policy
@@ -41,6 +44,18 @@ class Roster:
         sequence.restart(start)
         insort(self.running, sequence, key=self._policy.key)
 
+    def follow(self, sequence: Sequence, leader_id: int, shared: int) -> None:
+        """A waiting sequence waits for a running one to compute the `shared` tokens that both begin with."""
+        self.waiting.remove(sequence)
+        self.followers.add(sequence, leader_id, shared)
+        self._counters.followers += 1
+
+    def lead(self, leader: Sequence, num_computed: int | None) -> None:
+        """A running sequence has computed so many tokens; None: it computes no more. Its followers queue again, in
+        the place that the policy gives them."""
+        for sequence in self.followers.release(leader.seq_id, num_computed):
+            self.waiting.push(sequence)
+
     def preempt(self, victim: Sequence) -> None:
         """Takes a running sequence's blocks; it will be recomputed from its prompt and outputs."""
         self._leave_ranks(victim)
@@ -55,8 +70,8 @@ class Roster:
         if was is SequenceStatus.RUNNING:
             self._leave_ranks(sequence)
         sequence.transition(SequenceStatus.FINISHED)
-        if was in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED):
-            self.waiting.forget(sequence)
+        if was in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED) and not self.followers.discard(sequence):
+            self.waiting.remove(sequence)
         del self.live[sequence.seq_id]
         family = self._by_request[sequence.request.request_id]
         if all(member.status is SequenceStatus.FINISHED for member in family):
@@ -84,6 +99,7 @@ class Roster:
         the prefix cache)."""
         self.running.remove(sequence)
         self._kv.free(sequence.seq_id)
+        self.lead(sequence, None)
         if sequence.on_ranks:
             self._removed.append(sequence.seq_id)
             sequence.on_ranks = False

@@ -1,4 +1,4 @@
-"""Decides what runs in each step. Pure: no torch, no I/O, no clock; `schedule()` and `commit(output)` are all of it.
+"""Decides what runs in each step. Pure: no torch, no I/O, no clock; `schedule()` and `commit()` are all of it.
 
 One rule: every running sequence advances from its computed tokens towards its known length, within the token budget of
 the step. A decode is a sequence one token short; a chunked prefill, one that is many short; a prefix hit, a resumption
@@ -13,7 +13,8 @@ Steps run on the ranks in the order in which they were planned, and `schedule()`
 - Blocks may be freed while step N still uses them: whoever gets them writes to them in step N+1 at the earliest, which
   the ranks run after N. For the same reason a block is offered to others (hashed) only once its step is committed.
 
-Its parts: `roster.py` (who is where), `planning.py` (a plan), and the results, here.
+Its parts: `roster.py` (who is where), `planning.py` (a plan), `pacing.py` (how long a step may take), and the results,
+here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections import deque
 
 from shoal.kvcache.manager import KVCacheManager
 from shoal.model_shards.engine.admission import output_limit
+from shoal.model_shards.engine.pacing import StepPacer
 from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan
 from shoal.model_shards.engine.planning import PlannedChunk, PlannedStep, Planner
 from shoal.model_shards.engine.policy import Policy
@@ -36,12 +38,16 @@ __all__ = ["Scheduler", "SchedulerCounters", "SchedulerSettings"]
 class Scheduler:
     """Owner of all sequences and, through the KV cache manager, of all blocks. Not thread-safe, except `limit_of`."""
 
-    def __init__(self, settings: SchedulerSettings, kv: KVCacheManager, policy: Policy) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, kv: KVCacheManager, policy: Policy, pacer: StepPacer | None = None
+    ) -> None:
+        """`pacer`: bounds steps in time; None: nothing does."""
         self.settings = settings
         self.kv = kv
         self.counters = SchedulerCounters()
+        self._pacer = pacer
         self._roster = Roster(kv, policy, self.counters)
-        self._planner = Planner(settings, kv, policy, self._roster, self.counters)
+        self._planner = Planner(settings, kv, policy, pacer, self._roster, self.counters)
         self._in_flight: deque[PlannedStep] = deque()
 
     # What others ask ------------------------------------------------------------------------------------------------
@@ -60,6 +66,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
+        """Those included that wait for another's prefix."""
         # Another thread may ask between two changes.
         return max(0, len(self._roster.live) - len(self._roster.running))
 
@@ -97,10 +104,13 @@ class Scheduler:
         self._in_flight.append(step)
         return step.plan
 
-    def commit(self, output: StepOutput) -> list[SequenceUpdate]:
-        """Takes the results of the oldest step in flight; returns what they changed, in the order of the plan."""
+    def commit(self, output: StepOutput, step_s: float | None = None) -> list[SequenceUpdate]:
+        """Takes the results of the oldest step in flight; returns what they changed, in the order of the plan.
+        `step_s`: how many seconds it took, where that is known."""
         step = self._in_flight.popleft()
         assert step.plan.step_id == output.step_id, "steps must be committed in the order they were planned"
+        if self._pacer is not None and step_s is not None:
+            self._pacer.observe(step.shape, step_s)
         columns = {seq_id: column for column, seq_id in enumerate(output.seq_ids)}
         updates = []
         for planned in step.chunks:
@@ -122,6 +132,7 @@ class Scheduler:
         end = chunk.start + chunk.num_tokens
         if end // self.kv.block_size > chunk.start // self.kv.block_size:
             self.kv.commit(sequence.seq_id, sequence.token_ids, end)
+            self._roster.lead(sequence, end)
             if chunk.num_tokens > 1:
                 self._planner.prefix_filled()
         update = SequenceUpdate(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from shoal.kvcache.prefix import PrefixChain
 from shoal.model_shards.engine.plan import NewSequence, TokenLogprobs
 from shoal.model_shards.engine.request import FinishReason, Request
 from shoal.model_shards.sampling.params import SamplingParams
@@ -62,6 +63,8 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache when it first ran. 0 for the further samples of a request: what they
     share is the prompt that the first one brought in."""
+    prefix_chain: PrefixChain | None = None
+    """Hashes of its full blocks, from when it is first considered: kept over waits and preemptions."""
     on_ranks: bool = False
     has_run: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

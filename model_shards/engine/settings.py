@@ -15,7 +15,7 @@ class SchedulerSettings:
     prefill_chunk_size: int | None = None
     """Most tokens of one sequence in a step; None: the whole budget."""
     max_partial_prefills: int = 4
-    """Sequences that may be in the middle of their prompt at once; more would hold blocks without progress."""
+    """Prompts longer than a chunk that may be in their middle at once; more would hold blocks without progress."""
 
     def __post_init__(self) -> None:
         assert self.max_num_batched_tokens >= self.max_num_seqs > 0
@@ -32,6 +32,8 @@ class SchedulerCounters:
     """Of requests when they first ran, cached ones included; a prompt counts once, whatever n is."""
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    followers: int = 0
+    """Times that a sequence was kept waiting for a prefix that another was computing."""
     preemptions: int = 0
     dropped_results: int = 0
     """Results of steps whose sequence had ended or been preempted meanwhile."""

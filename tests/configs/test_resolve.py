@@ -18,7 +18,8 @@ GPU_BOX = Machine(num_gpus=2, available_ram=100 * GIB, free_gpu_memory=80 * GIB)
 def test_a_laptop() -> None:
     settings = resolve_engine(EngineConfig(model="m"), LAPTOP)
     assert (settings.device, settings.dtype, settings.kv_dtype) == ("cpu", "bfloat16", "bfloat16")
-    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (64, 128)
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (64, 256)
+    assert settings.target_itl_ms == 80
     assert settings.memory_budget == 8 * GIB
     assert settings.kv_cache_limit == 10 * GIB // 8
 
@@ -27,19 +28,27 @@ def test_a_gpu() -> None:
     settings = resolve_engine(EngineConfig(model="m", tensor_parallel_size=2), GPU_BOX)
     assert (settings.device, settings.dtype, settings.kv_dtype) == ("cuda", "bfloat16", "bfloat16")
     assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (256, 8192)
+    assert settings.target_itl_ms == 0
     assert settings.memory_budget == 72 * GIB
     assert settings.kv_cache_limit == 80 * GIB
 
 
 def test_what_is_written_is_kept() -> None:
     config = EngineConfig(
-        model="m", device="cpu", dtype="bfloat16", kv_dtype="float32", max_num_seqs=600, memory_budget=GIB
+        model="m",
+        device="cpu",
+        dtype="bfloat16",
+        kv_dtype="float32",
+        max_num_seqs=600,
+        memory_budget=GIB,
+        target_itl_ms=0,
     )
     settings = resolve_engine(config, GPU_BOX)
     assert (settings.device, settings.dtype, settings.kv_dtype) == ("cpu", "bfloat16", "float32")
     assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (600, 600)
     assert settings.memory_budget == GIB
     assert settings.kv_cache_limit is None
+    assert settings.target_itl_ms == 0
 
 
 def test_ranks_on_a_cpu_share_its_memory() -> None:

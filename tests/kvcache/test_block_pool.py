@@ -92,18 +92,6 @@ def test_of_two_blocks_with_one_prefix_the_first_is_found_and_the_second_stays_p
     pool.check_integrity()
 
 
-def test_forgetting_all_leaves_references_and_empties_the_cache() -> None:
-    pool = BlockPool(4)
-    a, b = taken(pool, 2)
-    pool.register(a, digest("a"))
-    pool.register(b, digest("b"))
-    pool.release(b)
-    pool.forget_all()
-    assert (pool.num_cached, pool.num_referenced, pool.num_free) == (0, 1, 2)
-    assert pool.lookup(digest("a")) is None
-    pool.check_integrity()
-
-
 def test_bugs_of_the_caller_are_caught() -> None:
     pool = BlockPool(3)
     (a,) = taken(pool, 1)

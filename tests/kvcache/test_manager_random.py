@@ -45,7 +45,7 @@ class Driver:
         seq_id = self.new_id()
         free = self.manager.num_free_blocks
         use_cache = self.random.random() < 0.9
-        cached = self.manager.start(seq_id, tokens, reference.salt, use_cache=use_cache)
+        cached = self.manager.start(seq_id, tokens, self.manager.prefix_chain(reference.salt), use_cache=use_cache)
         assert cached % BLOCK == 0
         assert cached < len(tokens)
         assert use_cache or cached == 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.kvcache.manager import KVCacheManager
+from shoal.model_shards.engine.pacing import StepPacer
 from shoal.model_shards.engine.plan import NewSequence, ScheduledChunk, StepOutput, StepPlan, TokenLogprobs
 from shoal.model_shards.engine.policy import make_policy
 from shoal.model_shards.engine.request import FinishReason, Request, RequestDelta
@@ -132,6 +133,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 512,
     prefix_caching: bool = True,
+    target_s: float | None = None,
     **settings: Any,
 ) -> Scheduler:
     """`num_blocks` are the usable ones."""
@@ -139,6 +141,7 @@ def make_scheduler(
         SchedulerSettings(max_num_seqs, max_num_batched_tokens, max_model_len, frozenset({EOS}), **settings),
         KVCacheManager(num_blocks + 1, block_size, enable_prefix_caching=prefix_caching, namespace=b"test"),
         make_policy(policy),
+        None if target_s is None else StepPacer(target_s),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from shoal.model_shards.engine.policy import PriorityOrder, WaitingQueue
+from shoal.model_shards.engine.policy import FirstComeFirstServed, PriorityOrder, WaitingQueue
 from shoal.model_shards.engine.scheduler import Scheduler
 from shoal.model_shards.engine.sequence import Sequence, SequenceStatus
 
@@ -50,14 +50,29 @@ def test_a_request_short_of_blocks_is_not_tried_again_in_every_step(kit: ModuleT
     assert scheduler.kv.stats.queried == 40 * 4  # a; b at first, after a's prefill, and when a has ended
 
 
-def test_aborted_requests_that_never_come_first_are_forgotten(kit: ModuleType) -> None:
+def test_who_leaves_the_queue_without_ever_coming_first_is_forgotten(kit: ModuleType) -> None:
     queue = WaitingQueue(PriorityOrder())
     first, *rest = (Sequence.family(kit.make_request(str(i), [1], priority=min(i, 1)), i, 8)[0] for i in range(1000))
     for sequence in (first, *rest):
         queue.push(sequence)
     for sequence in rest:
-        sequence.transition(SequenceStatus.FINISHED)
-        queue.forget(sequence)
+        queue.remove(sequence)
     assert len(queue) == 1
-    assert len(queue._heap) < 100
-    assert queue.pop() is first
+    assert len(queue._by_key) < 100
+    assert len(queue._by_length) < 100
+    assert queue.peek() is queue.shortest() is first
+
+
+def test_a_sequence_that_comes_back_is_queued_once(kit: ModuleType) -> None:
+    queue = WaitingQueue(FirstComeFirstServed())
+    long, short = (Sequence.family(kit.make_request(str(i), [1] * (3 - i)), i, 8)[0] for i in range(2))
+    for sequence in (long, short):
+        queue.push(sequence)
+    queue.remove(long)
+    queue.push(long)
+    assert queue.peek() is long
+    assert queue.shortest() is short
+    queue.remove(long)
+    assert queue.peek() is short
+    queue.remove(short)
+    assert queue.peek() is queue.shortest() is None

@@ -35,16 +35,45 @@ def run_all(scheduler: Scheduler, ranks: Any) -> dict[tuple[str, int], list[int]
     return outputs
 
 
-def test_decodes_go_first_then_partial_prefills_then_new_ones(kit: ModuleType) -> None:
+def test_decodes_go_first_then_the_shortest_rest_of_a_prompt(kit: ModuleType) -> None:
     scheduler = kit.make_scheduler(max_num_batched_tokens=10, max_num_seqs=4)
     ranks = kit.ranks_for(scheduler)
     scheduler.add(kit.make_request("a", [1, 2, 3], ignore_eos=True))
     assert chunks(scheduler.schedule()) == [(0, 0, 3)]
-    scheduler.add(kit.make_request("b", range(15)))
-    scheduler.add(kit.make_request("c", [4, 5]))
+    scheduler.add(kit.make_request("b", range(25)))
     assert chunks(scheduler.schedule()) == [(0, 3, 1), (1, 0, 9)]
-    assert chunks(scheduler.schedule()) == [(0, 4, 1), (1, 9, 6), (2, 0, 2)]
+    scheduler.add(kit.make_request("c", [4, 5]))
+    assert chunks(scheduler.schedule()) == [(0, 4, 1), (2, 0, 2), (1, 9, 7)]
+    assert chunks(scheduler.schedule()) == [(0, 5, 1), (2, 2, 1), (1, 16, 8)]
     assert ranks.steps == 0  # all of it without one result
+
+
+def test_every_fourth_step_belongs_to_the_first_by_the_policy(kit: ModuleType) -> None:
+    """Short prompts that keep coming take three quarters of the steps from a long one, and no more."""
+    scheduler = kit.make_scheduler(max_num_batched_tokens=10, max_num_seqs=8)
+    ranks = kit.ranks_for(scheduler)
+    (long,) = scheduler.add(kit.make_request("long", range(40), max_tokens=1))
+    progress = []
+    for index in range(9):
+        scheduler.add(kit.make_request(f"short {index}", [index] * 10, max_tokens=1))
+        step(scheduler, ranks)
+        progress.append(long.num_computed_tokens)
+    assert progress == [10, 10, 10, 10, 20, 20, 20, 20, 30]
+
+
+def test_a_short_prompt_overtakes_long_ones_that_wait_but_leaves_the_first_its_seat_and_blocks(kit: ModuleType) -> None:
+    def overtakes(**options: int) -> bool:
+        scheduler = kit.make_scheduler(max_num_batched_tokens=10, max_partial_prefills=1, block_size=4, **options)
+        for name, token in (("running", 1), ("waiting", 2)):
+            scheduler.add(kit.make_request(name, [token] * 33, max_tokens=1))
+        scheduler.schedule()
+        (short,) = scheduler.add(kit.make_request("short", [7, 8], max_tokens=1))
+        scheduler.schedule()
+        return bool(short.status is SequenceStatus.RUNNING)
+
+    assert overtakes(max_num_seqs=3, num_blocks=20)
+    assert not overtakes(max_num_seqs=2, num_blocks=20)
+    assert not overtakes(max_num_seqs=3, num_blocks=19)  # 9 run, 9 wait, 1 to grow by
 
 
 def test_the_end_by_length_is_foreseen(kit: ModuleType) -> None:
@@ -157,13 +186,14 @@ def test_a_better_priority_does_not_wait_behind_a_full_batch(kit: ModuleType) ->
 
 
 def test_at_most_so_many_prompts_are_in_the_middle(kit: ModuleType) -> None:
+    """A prompt that fits in a piece does not count."""
     scheduler = kit.make_scheduler(prefill_chunk_size=4, max_partial_prefills=2)
     for index in range(4):
         scheduler.add(kit.make_request(str(index), [index] * 10, max_tokens=1))
-    scheduler.add(kit.make_request("short", [1, 2], max_tokens=1))
     assert chunks(scheduler.schedule()) == [(0, 0, 4), (1, 0, 4)]
-    assert chunks(scheduler.schedule()) == [(0, 4, 4), (1, 4, 4)]
-    assert chunks(scheduler.schedule()) == [(0, 8, 2), (1, 8, 2), (2, 0, 4), (3, 0, 4), (4, 0, 2)]
+    scheduler.add(kit.make_request("short", [1, 2], max_tokens=1))
+    assert chunks(scheduler.schedule()) == [(4, 0, 2), (0, 4, 4), (1, 4, 4)]
+    assert chunks(scheduler.schedule()) == [(0, 8, 2), (1, 8, 2), (2, 0, 4), (3, 0, 4)]
 
 
 def test_scoring_a_prompt_samples_nothing(kit: ModuleType) -> None:

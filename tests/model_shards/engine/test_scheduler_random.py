@@ -26,6 +26,9 @@ SCENARIOS = [
     pytest.param({"prefix_caching": False, "num_blocks": 30}, id="no-prefix-cache"),
     pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 1}, id="one-token-a-step"),
     pytest.param({"block_size": 1, "num_blocks": 60, "max_model_len": 60}, id="blocks-of-1"),
+    pytest.param({"target_s": 0.03}, id="bounded-steps"),
+    pytest.param({"target_s": 0.001, "max_partial_prefills": 1, "policy": "priority"}, id="hopeless-target-priority"),
+    pytest.param({"target_s": 0.03, "num_blocks": 14, "max_model_len": 48}, id="bounded-steps-starved"),
 ]
 
 
@@ -90,10 +93,17 @@ class Traffic:
             self.in_flight.append((plan, self.ranks.execute(plan)))
         self.deliver()
         if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
-            self.updates = self.scheduler.commit(self.in_flight.popleft()[1])
+            committed, output = self.in_flight.popleft()
+            self.updates = self.scheduler.commit(output, self.duration(committed))
         else:
             assert plan is not None or not self.scheduler.has_work(), "sequences wait and nothing can run"
         self.scheduler.kv.check_integrity()
+
+    def duration(self, plan: StepPlan) -> float | None:
+        """Of a step: noisy, sometimes a stall, sometimes not known."""
+        stall = self.rng.choice([1, 1, 1, 1, 1, 1, 1, 20])
+        seconds = stall * (0.005 + 0.001 * plan.num_tokens) * self.rng.uniform(0.8, 1.2)
+        return None if self.rng.random() < 0.1 else seconds
 
     def deliver(self) -> None:
         updates, self.updates = self.updates, []
@@ -143,7 +153,7 @@ class Traffic:
 def test_random_traffic_gives_every_request_what_it_gets_alone(
     kit: ModuleType, options: dict[str, Any], depth: int
 ) -> None:
-    preemptions = 0
+    preemptions = followers = 0
     for seed in range(3):
         rng = random.Random(f"{seed}{depth}{options}")
         traffic = Traffic(kit, rng, depth, options)
@@ -160,5 +170,8 @@ def test_random_traffic_gives_every_request_what_it_gets_alone(
             assert steps < 100_000, "livelock"
         traffic.check_results()
         preemptions += traffic.scheduler.counters.preemptions
+        followers += traffic.scheduler.counters.followers
     if "num_blocks" in options and options["num_blocks"] == 14:
         assert preemptions > 0
+    alone = options.get("max_num_seqs") == 1
+    assert (followers > 0) == (options.get("prefix_caching", True) and not alone)

@@ -1,0 +1,67 @@
+"""Steps bounded in time: whoever decodes waits for whole steps, so a piece of somebody's prompt must not be long."""
+
+from __future__ import annotations
+
+import math
+
+from shoal.model_shards.engine.step_cost import StepCostModel, StepShape
+
+SMALLEST_PIECE = 8
+"""Tokens of a prompt that a step takes even when the decodes alone are longer than the target: a prompt progresses."""
+_MULTIPLE = 4
+"""Pieces that are cut have a multiple of this: captured steps come in sizes, and few of them are to be captured."""
+
+
+class TimeAllowance:
+    """Seconds of one step that pieces of prompts may still take."""
+
+    def __init__(self, seconds: float, token_s: float, position_s: float) -> None:
+        """`token_s`: a prompt's token costs so much, and `position_s` more for each position that it attends to."""
+        self._seconds = seconds
+        self._token_s = token_s
+        self._position_s = position_s
+        self._untouched = True
+
+    def grant(self, wanted: int, start: int) -> int:
+        """How many of `wanted` tokens from position `start` on fit; 0 when none. The first to ask is never refused."""
+        fitting = self._fitting(start)
+        if fitting >= wanted:
+            return wanted
+        fitting -= fitting % _MULTIPLE
+        return max(fitting, min(wanted, SMALLEST_PIECE)) if self._untouched else fitting
+
+    def spend(self, count: int, start: int) -> None:
+        self._untouched = False
+        self._seconds -= count * (self._token_s + self._position_s * (start + (count + 1) / 2))
+
+    def _fitting(self, start: int) -> int:
+        """The largest n with n token_s + (n start + n (n + 1) / 2) position_s <= seconds."""
+        if self._seconds <= 0:
+            return 0
+        linear, square = self._token_s + self._position_s * (start + 0.5), self._position_s / 2
+        # The root in the form that is stable, and right, for a square of zero.
+        divisor = linear + math.sqrt(linear * linear + 4 * square * self._seconds)
+        return int(2 * self._seconds / divisor) if divisor > 0 else 1 << 62
+
+
+class StepPacer:
+    """Bounds steps in which sequences decode, by a target and a model of what steps cost."""
+
+    def __init__(self, target_s: float) -> None:
+        assert target_s > 0
+        self.target_s = target_s
+        self._cost = StepCostModel()
+
+    def allowance(self, shape: StepShape) -> TimeAllowance | None:
+        """What pieces of prompts may add to a step of this shape; None, and so any time, when nobody decodes in it."""
+        if shape.decodes == 0:
+            return None
+        return TimeAllowance(self.target_s - self._cost.predict(shape), *self._cost.price_of_prompt())
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds."""
+        return self._cost.predict(shape)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        self._cost.observe(shape, seconds)
