@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 import torch
 
@@ -14,40 +19,104 @@ from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
 
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long `close` waits for the step under way."""
+
+_Step = tuple[StepPlan, Future[StepOutput]]
+
 
 class LocalExecutor(Executor):
     """One rank. Steps run on a thread of their own, so that the engine's thread schedules meanwhile."""
 
     def __init__(self, settings: RunnerSettings) -> None:
         assert settings.world_size == 1, "several ranks need MultiprocessExecutor"
+        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        """None ends the thread."""
+        self._under_way: Future[StepOutput] | None = None
+        self._entry = threading.Lock()
+        """Held while a step is queued and while the executor closes, so that none is queued behind the end."""
         self._closed = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-compute")
+        made: Future[ModelRunner] = Future()
+        # A daemon, since a thread that hangs in a step cannot be ended, but must not keep the process.
+        self._thread = threading.Thread(target=self._run, args=(settings, made), name="shoal-compute", daemon=True)
+        self._thread.start()
         try:
-            self._runner = self._thread.submit(_make_runner, settings).result()
+            self.vocab_size = made.result().config.vocab_size
         except BaseException:
-            self._thread.shutdown(wait=True)
+            self.close()
             raise
-        self.vocab_size = self._runner.config.vocab_size
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        if self._closed:
-            closed: Future[StepOutput] = Future()
-            closed.set_exception(EngineDeadError("The executor is closed."))
-            return closed
-        return self._thread.submit(self._step, plan)
+        future: Future[StepOutput] = Future()
+        with self._entry:
+            if self._closed:
+                future.set_exception(EngineDeadError("The executor is closed."))
+            else:
+                self._steps.put((plan, future))
+        return future
 
     def close(self) -> None:
-        self._closed = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Steps that wait fail at once; the one under way has `CLOSE_TIMEOUT_S` to end. A thread cannot be killed: one
+        that hangs longer is left behind, with a line in the log, and its step fails too."""
+        with self._entry:
+            if self._closed:
+                return
+            self._closed = True
+        for future in self._take_waiting():
+            _fail(future)
+        self._steps.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error(
+                "The step under way has not ended within %g s of closing; its thread (%s) and its memory are left "
+                "until the process ends.", CLOSE_TIMEOUT_S, self._thread.name,
+            )  # fmt: skip
+            if self._under_way is not None:
+                _fail(self._under_way)
 
-    def _step(self, plan: StepPlan) -> StepOutput:
+    def _take_waiting(self) -> Iterator[Future[StepOutput]]:
+        with suppress(queue.Empty):
+            while (step := self._steps.get_nowait()) is not None:
+                yield step[1]
+
+    def _run(self, settings: RunnerSettings, made: Future[ModelRunner]) -> None:
+        try:
+            runner = _make_runner(settings)
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(runner)
+        while (step := self._steps.get()) is not None:
+            plan, self._under_way = step
+            try:
+                _settle(self._under_way, self._step(runner, plan))
+            except BaseException as error:
+                _fail(self._under_way, error)
+
+    def _step(self, runner: ModelRunner, plan: StepPlan) -> StepOutput:
         if self.failure is not None:
             raise EngineDeadError(f"An earlier step failed: {self.failure}") from self.failure
         try:
-            return self._runner.execute(plan)
+            return runner.execute(plan)
         except BaseException as error:
             self.failure = error
             raise
+
+
+def _settle(future: Future[StepOutput], output: StepOutput) -> None:
+    try:
+        future.set_result(output)
+    except InvalidStateError:  # `close` gave it up
+        logger.warning("A step ended after the executor was closed.")
+
+
+def _fail(future: Future[StepOutput], error: BaseException | None = None) -> None:
+    try:
+        future.set_exception(error or EngineDeadError("The executor was closed before the step ended."))
+    except InvalidStateError:  # its end and the executor's came at once: the first to tell is right
+        logger.debug("A step failed after it had been settled: %s", error)
 
 
 def set_compute_threads(settings: RunnerSettings) -> None:

@@ -10,8 +10,10 @@ from types import ModuleType
 import pytest
 
 from shoal.configs.errors import EngineDeadError, ModelLoadError
-from shoal.model_shards.engine.plan import ScheduledChunk, StepPlan
+from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan
+from shoal.model_shards.executor import local
 from shoal.model_shards.executor.local import LocalExecutor
+from shoal.model_shards.runner.model_runner import ModelRunner
 
 
 @pytest.fixture
@@ -63,3 +65,58 @@ def test_a_checkpoint_that_cannot_be_loaded_raises_at_once(driver: ModuleType, t
     with pytest.raises(ModelLoadError):
         LocalExecutor(driver.settings_for(tmp_path))
     assert threading.active_count() == before
+
+
+class Hang:
+    """Steps hang from `begun` until `go_on`."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return StepOutput(plan.step_id)
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    hang = Hang()
+    monkeypatch.setattr(ModelRunner, "execute", lambda _, plan: hang.execute(plan))
+    yield hang
+    hang.go_on.set()
+
+
+def test_closing_does_not_wait_for_ever_for_a_step_that_hangs(
+    tiny_checkpoint: Callable[..., Path],
+    driver: ModuleType,
+    hang: Hang,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(local, "CLOSE_TIMEOUT_S", 0.2)
+    executor = LocalExecutor(driver.settings_for(tiny_checkpoint("llama")))
+    under_way, waiting = executor.submit(StepPlan(0)), executor.submit(StepPlan(1))
+    assert hang.begun.wait(60)
+    executor.close()
+    assert "has not ended within 0.2 s" in caplog.text
+    for future in (under_way, waiting):
+        with pytest.raises(EngineDeadError, match="closed before the step ended"):
+            future.result(0)
+    hang.go_on.set()
+    executor._thread.join(60)
+    assert not executor._thread.is_alive(), "it ends as soon as it can"
+    assert under_way.exception(0) is not None, "what it gave at last is nobody's"
+
+
+def test_the_step_under_way_may_end_while_the_executor_closes(
+    tiny_checkpoint: Callable[..., Path], driver: ModuleType, hang: Hang
+) -> None:
+    executor = LocalExecutor(driver.settings_for(tiny_checkpoint("llama")))
+    under_way, waiting = executor.submit(StepPlan(0)), executor.submit(StepPlan(1))
+    assert hang.begun.wait(60)
+    threading.Timer(0.1, hang.go_on.set).start()
+    executor.close()
+    assert under_way.result(0).step_id == 0
+    with pytest.raises(EngineDeadError, match="closed"):
+        waiting.result(0)
