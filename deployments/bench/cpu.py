@@ -1,4 +1,4 @@
-"""Who used the processors during a run: the load generator, the server, or somebody else.
+"""Who used the processors during a run: the load generator, the server, or somebody else, and who that was.
 
 A load generator that needs much of the machine measures itself; other people's processes spoil a comparison. Linux
 only (reads /proc); elsewhere only the client's own share is known.
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-_PROC = Path("/proc")
+from shoal.deployments.bench.processes import PROC, process_ids, process_name, process_tree, processor_seconds
+
+MOST_NAMED = 5
+LEAST_NAMED = 0.002
+"""Share of the machine below which nobody is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +26,10 @@ class CpuShares:
     client: float
     server: float | None = None
     foreign: float | None = None
+    foreign_by: dict[str, float] = field(default_factory=dict)
+    """Whose, largest first, by the process's name; what ended before the run did is not in it."""
 
-    def to_json(self) -> dict[str, float | None]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -32,6 +39,8 @@ class _Reading:
     client: float
     server: float
     busy: float | None
+    others: dict[int, float]
+    """Processor seconds of every process that is neither this one nor of the server's tree."""
 
 
 class CpuMeter:
@@ -45,53 +54,38 @@ class CpuMeter:
         before, after = self._start, self._read()
         total = max(1e-9, (after.wall - before.wall) * (os.cpu_count() or 1))
         client = (after.client - before.client) / total
-        server = (after.server - before.server) / total if self._server_pid else None
-        foreign = None
-        if before.busy is not None and after.busy is not None and server is not None:
+        if self._server_pid is None:
+            return CpuShares(round(client, 4))
+        server, foreign = (after.server - before.server) / total, None
+        if before.busy is not None and after.busy is not None:
             foreign = round(max(0.0, (after.busy - before.busy) / total - client - server), 4)
-        return CpuShares(round(client, 4), None if server is None else round(server, 4), foreign)
+        return CpuShares(round(client, 4), round(server, 4), foreign, _named(before, after, total))
 
     def _read(self) -> _Reading:
         own = os.times()
-        server = _tree_seconds(self._server_pid) if self._server_pid else 0.0
-        return _Reading(time.perf_counter(), own.user + own.system, server, _busy_seconds())
+        tree = process_tree(self._server_pid) if self._server_pid else []
+        others = {}
+        if self._server_pid:
+            known = {*tree, os.getpid()}
+            others = {pid: processor_seconds(pid, children=False) for pid in process_ids() if pid not in known}
+        server = sum(processor_seconds(pid, children=True) for pid in tree)
+        return _Reading(time.perf_counter(), own.user + own.system, server, _busy_seconds(), others)
 
 
-def process_tree(root: int) -> list[int]:
-    """`root` and all its descendants that are alive."""
-    children: dict[int, list[int]] = {}
-    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
-        if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        todo += children.get(pid, [])
-    return found
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (the name before it may hold anything); [] when it is gone."""
-    try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _tree_seconds(root: int) -> float:
-    """User and system time of a tree, also of children that ended and were waited for."""
-    ticks = 0
-    for pid in process_tree(root):
-        if fields := _stat_fields(pid):
-            ticks += sum(int(value) for value in fields[11:15])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _named(before: _Reading, after: _Reading, total: float) -> dict[str, float]:
+    shares: defaultdict[str, float] = defaultdict(float)
+    for pid, seconds in after.others.items():
+        used = (seconds - before.others.get(pid, 0.0)) / total
+        if used > 0:
+            shares[process_name(pid) or f"process {pid}"] += used
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:MOST_NAMED]
+    return {name: round(share, 4) for name, share in largest if share >= LEAST_NAMED}
 
 
 def _busy_seconds() -> float | None:
     """Time all processors spent working since boot: user, nice, system, interrupts, and what a hypervisor took."""
     try:
-        with (_PROC / "stat").open() as file:
+        with (PROC / "stat").open() as file:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
     except (OSError, ValueError):
         return None

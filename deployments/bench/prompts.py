@@ -66,9 +66,24 @@ class PromptMaker:
 
     async def requests(self, workload: Workload) -> list[PlannedRequest]:
         """All requests of a workload whose number is known, in order of sending."""
-        head = self._shared_head(workload)
+        if not workload.shared_prefix_tokens:
+            counts = range(workload.requests)
+            return [PlannedRequest(await self._fit([], workload.input_tokens), workload.output_tokens) for _ in counts]
+        requests: list[PlannedRequest] = []
+        for number in range(workload.prefixes):
+            share = workload.requests // workload.prefixes + (number < workload.requests % workload.prefixes)
+            requests += await self._behind_one_prefix(workload, share)
+        return requests
+
+    async def _behind_one_prefix(self, workload: Workload, count: int) -> list[PlannedRequest]:
+        head = [{"role": "system", "content": " ".join(self._words(workload.shared_prefix_tokens))}]
         target = workload.input_tokens + workload.shared_prefix_tokens
-        return [PlannedRequest(await self._fit(head, target), workload.output_tokens) for _ in range(workload.requests)]
+        return [
+            PlannedRequest(
+                await self._fit(head, target), workload.output_tokens, "cold" if i < workload.concurrency else "hit"
+            )
+            for i in range(count)
+        ]
 
     async def long_requests(self, workload: Workload) -> list[PlannedRequest]:
         """The long prompts of a mixed workload, tagged `long`."""
@@ -90,11 +105,6 @@ class PromptMaker:
                 yield PlannedRequest([_user(self._words(words))], workload.output_tokens, "short")
 
         return endless()
-
-    def _shared_head(self, workload: Workload) -> list[Message]:
-        if not workload.shared_prefix_tokens:
-            return []
-        return [{"role": "system", "content": " ".join(self._words(workload.shared_prefix_tokens))}]
 
     def _words(self, count: int) -> list[str]:
         return self._random.choices(WORDS, k=count)

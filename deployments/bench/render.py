@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -17,6 +18,8 @@ from shoal.deployments.bench.workloads import Workload
 
 BUSY_CLIENT = 0.2
 """Above this share of the machine the load generator is likely to be measuring itself."""
+BUSY_OTHERS = 0.05
+"""Above this share of the machine for others, a pass is no basis for a comparison."""
 LATE_CLIENT_MS = 50.0
 
 
@@ -34,6 +37,31 @@ def measurement_view(measurement: Measurement) -> Group:
             table.add_row(prefix + name, *_cells(values))
         table.add_section()
     return Group(Text(title, style="bold"), table, Text(_figures(measurement)), Text(""))
+
+
+def overview(measurements: Sequence[Measurement]) -> Table:
+    """One line a pass: how the figures go with the load."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("", justify="left")
+    for name in ("streams", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT", "errors"):
+        table.add_column(name, justify="right")
+    for measurement in measurements:
+        workload, summary = measurement.workload, measurement.summary
+        table.add_row(
+            workload.name,
+            "-" if workload.open_loop else str(workload.concurrency),
+            f"{summary.output_tokens_per_s:.1f}",
+            *(_milliseconds(value) for value in _pair(summary.ttft_ms)),
+            *(_milliseconds(value) for value in _pair(summary.itl_ms)),
+            _milliseconds(_pair(summary.tpot_ms)[0]),
+            str(summary.errors),
+        )
+    return table
+
+
+def cpu_is_shared(measurement: Measurement) -> bool:
+    """Whether somebody else disturbed this pass."""
+    return (measurement.cpu.foreign or 0.0) > BUSY_OTHERS
 
 
 def shape_line(workload: Workload) -> str:
@@ -64,7 +92,15 @@ def _figures(measurement: Measurement) -> str:
     cpu = measurement.cpu
     own = "this process, engine included" if measurement.in_process else "client"
     shares = [(own, cpu.client), ("server", cpu.server), ("others", cpu.foreign)]
-    lines.append("CPU: " + ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None))
+    named = ", ".join(f"{name} {share:.1%}" for name, share in cpu.foreign_by.items())
+    lines.append(
+        "CPU: "
+        + ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None)
+        + (f" ({named})" if named else "")
+    )
+    if measurement.memory is not None:
+        largest = ", ".join(f"{process.name} {process.pss_mb:.0f}" for process in measurement.memory.processes[:3])
+        lines.append(f"memory: {measurement.memory.pss_mb:.0f} MB (PSS), the largest: {largest}")
     return "\n".join(lines + _warnings(measurement, summary))
 
 
@@ -74,6 +110,8 @@ def _warnings(measurement: Measurement, summary: Summary) -> list[str]:
         found.append(f"first error: {summary.first_error}")
     if measurement.cpu.client > BUSY_CLIENT and not measurement.in_process:
         found.append("the load generator itself uses much of this machine: latencies are upper bounds")
+    if cpu_is_shared(measurement):
+        found.append("others used more than 5% of this machine: do not compare this run with another")
     if summary.send_lag_ms > LATE_CLIENT_MS and measurement.workload.open_loop:
         found.append(f"the load generator was up to {summary.send_lag_ms:.0f} ms late (counted as latency)")
     return found
@@ -85,7 +123,13 @@ def _cells(values: Distribution | None) -> list[str]:
     return [_milliseconds(value) for value in (values.mean, values.p50, values.p90, values.p99, values.max)]
 
 
-def _milliseconds(value: float) -> str:
+def _pair(values: Distribution | None) -> tuple[float | None, float | None]:
+    return (None, None) if values is None else (values.p50, values.p99)
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 

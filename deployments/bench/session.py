@@ -12,13 +12,14 @@ from typing import Any, Protocol
 from shoal.configs.errors import ConfigError
 from shoal.deployments.bench.cpu import CpuMeter, CpuShares
 from shoal.deployments.bench.drive import Prepared, Run, drive, prepare
+from shoal.deployments.bench.memory import TreeMemory, tree_memory
 from shoal.deployments.bench.prompts import PlannedRequest, PromptMaker, Ruler
 from shoal.deployments.bench.records import RequestRecord
 from shoal.deployments.bench.summary import Objective, Summary, summarize
 from shoal.deployments.bench.target import Target
 from shoal.deployments.bench.workloads import Workload
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 WARM_UP_TOKENS = 8
 
 
@@ -47,6 +48,8 @@ class Measurement:
     cpu: CpuShares
     in_process: bool = False
     """The engine ran in the load generator's own process, so the client's share of the CPU holds both."""
+    memory: TreeMemory | None = None
+    """Of the server's processes right after the pass, when they are known."""
 
     def to_json(self) -> dict[str, Any]:
         shape = {
@@ -61,6 +64,7 @@ class Measurement:
             "repetition": self.repetition,
             "shape": shape,
             "cpu": self.cpu.to_json(),
+            "memory": None if self.memory is None else self.memory.to_json(),
             **self.summary.to_json(),
         }
 
@@ -144,7 +148,8 @@ class Session:
         shares = meter.shares()
         self._watcher.end()
         summary = summarize(run.records, run.wall_s, plan.objective)
-        return Measurement(workload, repetition, summary, shares, self._target.in_process)
+        memory = None if plan.server_pid is None else tree_memory(plan.server_pid)
+        return Measurement(workload, repetition, summary, shares, self._target.in_process, memory)
 
     async def _drive(self, prepared: Prepared) -> Run:
         return await drive(self._target, prepared, self._watcher.record)

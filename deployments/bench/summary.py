@@ -9,6 +9,9 @@ from typing import Any
 
 from shoal.deployments.bench.records import RequestRecord
 
+QUANTILES = 100
+"""A distribution is kept as its values at 0/100, 1/100 ... 100/100 of its observations: enough to draw it, and of the
+same size for three hundred requests and for three million."""
 GOOD_SHARE = 0.9
 """A rate is sustained when at least this share of the requests meets both objectives (DistServe's convention)."""
 
@@ -31,6 +34,8 @@ class Distribution:
     p90: float
     p99: float
     max: float
+    quantiles: tuple[float, ...]
+    """Evenly spaced from the least to the largest value; every value when there are at most `QUANTILES` + 1."""
 
     @classmethod
     def of_seconds(cls, values: Sequence[float]) -> Distribution | None:
@@ -39,7 +44,9 @@ class Distribution:
         ordered = sorted(value * 1e3 for value in values)
         p50, p90, p99 = (round(percentile(ordered, share), 3) for share in (0.5, 0.9, 0.99))
         mean = round(math.fsum(ordered) / len(ordered), 3)
-        return cls(len(ordered), mean, p50, p90, p99, round(ordered[-1], 3))
+        steps = min(len(ordered) - 1, QUANTILES)
+        quantiles = tuple(round(percentile(ordered, i / max(1, steps)), 3) for i in range(steps + 1))
+        return cls(len(ordered), mean, p50, p90, p99, quantiles[-1], quantiles)
 
 
 @dataclass(frozen=True, slots=True)

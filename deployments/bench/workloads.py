@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from shoal.configs.errors import ConfigError
 
+WAVES = 3
+LEAST_REQUESTS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class LongStreams:
@@ -33,11 +36,14 @@ class Workload:
     capacity_share: float | None = None
     """Open loop at this share of the requests a second that W3 reached; becomes `rate` by `at_capacity`."""
     shared_prefix_tokens: int = 0
-    """A system prompt that all requests have in common, on top of `input_tokens`."""
+    """A system prompt that requests have in common, on top of `input_tokens`."""
+    prefixes: int = 1
+    """How many such system prompts, each for an equal share of the requests, one after the other. The first
+    `concurrency` requests of each are tagged `cold` (nobody has computed it yet), the others `hit`."""
     long: LongStreams | None = None
 
     def __post_init__(self) -> None:
-        for field in ("requests", "input_tokens", "output_tokens", "concurrency"):
+        for field in ("requests", "input_tokens", "output_tokens", "concurrency", "prefixes"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} must be at least 1; got {getattr(self, field)}.", param=field)
         if self.rate is not None and not 0 < self.rate < float("inf"):
@@ -53,9 +59,15 @@ class Workload:
         return None if self.long else self.requests
 
     def scaled(self, factor: float) -> Workload:
-        """The same shape with `factor` times as many requests."""
+        """The same shape with `factor` times as many requests, but never so few that a prefix is not hit."""
         long = self.long and replace(self.long, requests=max(1, round(self.long.requests * factor)))
-        return replace(self, requests=max(1, round(self.requests * factor)), long=long)
+        least = self.prefixes * (self.concurrency + 1) if self.shared_prefix_tokens else 1
+        return replace(self, requests=max(least, round(self.requests * factor)), long=long)
+
+    def at_concurrency(self, streams: int, requests: int | None = None) -> Workload:
+        """A point of a sweep: closed loop of `streams`, `WAVES` requests each unless `requests` are asked for."""
+        count = requests or max(LEAST_REQUESTS, WAVES * streams)
+        return replace(self, name=f"{self.name}@{streams}", requests=count, concurrency=streams)
 
     def at_capacity(self, requests_per_s: float) -> Workload:
         """With `capacity_share` turned into a rate."""
@@ -77,7 +89,16 @@ _PRESETS: dict[str, list[Workload]] = {
             output_tokens=64,
             concurrency=8,
             shared_prefix_tokens=1024,
-        )
+        ),
+        Workload(
+            "W4@1",
+            "one stream, three such prompts in turn, 8 out: what a prefix hit saves of the TTFT",
+            12,
+            input_tokens=64,
+            output_tokens=8,
+            shared_prefix_tokens=1024,
+            prefixes=3,
+        ),
     ],
     "W5": [
         Workload(
@@ -104,7 +125,7 @@ def describe_presets() -> list[tuple[str, str]]:
 
 
 def preset(name: str, scale: float = 1.0) -> list[Workload]:
-    """The workloads of one preset (W6 is two). `scale` multiplies the number of requests."""
+    """The workloads of one preset (W4 and W6 are two). `scale` multiplies the number of requests."""
     group = _PRESETS.get(name.upper())
     if group is None:
         raise ConfigError(f"Unknown workload {name!r}; there are {', '.join(PRESETS)}.", param="workload")

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.configs.errors import ConfigError
-from shoal.deployments.bench.workloads import Workload, describe_presets, preset
+from shoal.deployments.bench.results import dump_results
+from shoal.deployments.bench.workloads import WAVES, Workload, describe_presets, preset
 from shoal.deployments.cli.main import COMMANDS
 from shoal.deployments.cli.options import json_object
 
 if TYPE_CHECKING:
     from shoal.deployments.bench.prompts import Ruler
+    from shoal.deployments.bench.results import ResultRun
     from shoal.deployments.bench.session import Measurement, Plan, Report
     from shoal.deployments.bench.target import Target
 
@@ -44,6 +46,8 @@ examples:
   shoal bench                                         W1 and W2 against http://127.0.0.1:8000
   shoal bench --concurrency 16 --requests 64 --input-tokens 512
   shoal bench --rate 1,2,4 --slo-ttft 500 --slo-tpot 50     which rate is still served within the objectives?
+  shoal bench --concurrency 1,2,4,8,16,32 --plot figures    throughput against concurrency, drawn
+  shoal bench --plot figures --from a.json --from b.json    compares results that are there, without measuring
   shoal bench --offline smollm2-135m --workload W3 --json w3.json
 """
 
@@ -62,6 +66,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     out.add_argument("--slo-ttft", type=float, metavar="MS", help="TTFT objective; with --slo-tpot reports goodput")
     out.add_argument("--slo-tpot", type=float, metavar="MS", help="TPOT objective")
     out.add_argument("--json", metavar="FILE", help="also write everything as JSON; - for standard output only")
+    out.add_argument(
+        "--plot",
+        type=Path,
+        metavar="DIR",
+        help="draw figures (PNG and SVG) of throughput, TTFT and ITL; keeps the JSON there too (needs shoal[plot])",
+    )
+    out.add_argument(
+        "--from",
+        dest="results",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --plot: measure nothing, draw this JSON (repeatable; engines are named after their files)",
+    )
     out.add_argument("--server-pid", type=int, metavar="PID", help="root of the server's processes, for CPU shares")
 
 
@@ -87,7 +106,13 @@ def _add_load_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output-tokens", type=int, help="answer length")
     group.add_argument("--requests", type=int, help="how many")
     arrival = group.add_mutually_exclusive_group()
-    arrival.add_argument("--concurrency", type=int, help="closed loop: streams that wait for each answer")
+    arrival.add_argument(
+        "--concurrency",
+        type=_counts,
+        metavar="N[,N...]",
+        help=f"closed loop: streams that wait for each answer; several are a sweep, {WAVES} requests a stream each "
+        "unless --requests says otherwise",
+    )
     arrival.add_argument("--rate", type=_rates, metavar="R[,R...]", help="open loop: Poisson arrivals, requests/s")
     group.add_argument("--shared-prefix-tokens", type=int, metavar="N", help="a system prompt that all have in common")
     group.add_argument("--repetitions", type=int, default=1, help="passes over all workloads (default: 1)")
@@ -102,10 +127,23 @@ def _rates(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of requests a second") from None
 
 
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of streams") from None
+
+
 def run(args: argparse.Namespace) -> int:
     from shoal.deployments.bench.session import Plan
     from shoal.deployments.bench.summary import Objective
 
+    if args.plot is not None:
+        from shoal.deployments.bench.figures import require_matplotlib
+
+        require_matplotlib()
+    if args.results:
+        return _plot_files(args)
     if (args.slo_ttft is None) != (args.slo_tpot is None):
         raise ConfigError("--slo-ttft and --slo-tpot belong together: goodput needs both.", param="slo")
     plan = Plan(
@@ -119,6 +157,12 @@ def run(args: argparse.Namespace) -> int:
     )
     report = asyncio.run(_measure(args, plan))
     _write(report, args.json)
+    if args.plot is not None:
+        from shoal.deployments.bench.results import parse_runs
+
+        document = report.to_json()
+        _write(report, str(_made(args.plot) / "results.json"))
+        _draw(parse_runs(document["runs"], str(document["target"]["model"])), args.plot)
     return 1 if any(measurement.summary.errors for measurement in report.measurements) else 0
 
 
@@ -126,16 +170,21 @@ def plan_workloads(args: argparse.Namespace) -> list[Workload]:
     """The presets named, each with the options that were given; or one workload made of the options alone."""
     given = {
         name: getattr(args, name)
-        for name in ("input_tokens", "output_tokens", "requests", "concurrency", "shared_prefix_tokens")
+        for name in ("input_tokens", "output_tokens", "requests", "shared_prefix_tokens")
         if getattr(args, name) is not None
     }
+    streams = args.concurrency or []
+    if len(streams) == 1:
+        given["concurrency"] = streams[0]
     if args.workload is not None:
         base = [workload for name in args.workload.split(",") for workload in preset(name, args.scale)]
-    elif given or args.rate:
+    elif given or streams or args.rate:
         base = [Workload("custom", "", 24)]
     else:
         base = [workload for name in ("W1", "W2") for workload in preset(name, args.scale)]
     shaped = [replace(workload, **given) for workload in base]
+    if len(streams) > 1:
+        return _sweep(shaped, streams, args.requests)
     if not args.rate:
         return shaped
     if any(workload.long for workload in shaped):
@@ -147,10 +196,16 @@ def plan_workloads(args: argparse.Namespace) -> list[Workload]:
     ]
 
 
+def _sweep(shaped: list[Workload], streams: list[int], requests: int | None) -> list[Workload]:
+    if any(workload.open_loop or workload.long for workload in shaped):
+        raise ConfigError("W5 and W6 have their own concurrency; a sweep is for the others.", param="concurrency")
+    return [workload.at_concurrency(count, requests) for workload in shaped for count in streams]
+
+
 async def _measure(args: argparse.Namespace, plan: Plan) -> Report:
     from rich.console import Console
 
-    from shoal.deployments.bench.render import ProgressWatcher, measurement_view
+    from shoal.deployments.bench.render import ProgressWatcher, measurement_view, overview
     from shoal.deployments.bench.session import Session
 
     results = Console(stderr=args.json == "-", highlight=False)
@@ -164,6 +219,8 @@ async def _measure(args: argparse.Namespace, plan: Plan) -> Report:
         with ProgressWatcher(Console(stderr=True)) as watcher:
             results.print(f"Measuring {target.label}")
             report = await Session(target, ruler, watcher).run(plan, show)
+    if len(report.measurements) > 1:
+        results.print(overview(report.measurements))
     if report.dropped_options:
         results.print(f"The server refused {', '.join(report.dropped_options)}; answers may stop early.")
     if not report.exact_prompts:
@@ -202,12 +259,36 @@ async def _ruler(args: argparse.Namespace, target: Target) -> Ruler:
     return await local_ruler(args.tokenizer)
 
 
+def _plot_files(args: argparse.Namespace) -> int:
+    """Figures of results that are there."""
+    from shoal.deployments.bench.results import read_results
+
+    if args.plot is None:
+        raise ConfigError("--from FILE says what to draw; --plot DIR says where.", param="from")
+    _draw([run for path in args.results for run in read_results(path)], args.plot)
+    return 0
+
+
+def _draw(runs: Sequence[ResultRun], directory: Path) -> None:
+    from shoal.deployments.bench.plot import plot_results
+
+    for path in plot_results(runs, directory):
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _made(directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot make {directory}: {error.strerror}.", param="plot") from error
+    return directory
+
+
 def _write(report: Report, destination: str | None) -> None:
     if destination is None:
         return
     try:
         with nullcontext(sys.stdout) if destination == "-" else Path(destination).open("w") as file:
-            json.dump(report.to_json(), file, indent=1)
-            file.write("\n")
+            file.write(dump_results(report.to_json()))
     except OSError as error:
         raise ConfigError(f"Cannot write {destination}: {error.strerror}.", param="json") from error

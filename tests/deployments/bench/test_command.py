@@ -48,6 +48,34 @@ async def test_json_on_standard_output_is_only_json(server: FakeServer, capsys: 
     assert "open loop, 50 requests/s (Poisson)" in captured.err
 
 
+async def test_a_sweep_is_measured_and_drawn_and_can_be_drawn_again(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["--input-tokens", "20", "--output-tokens", "4", "--warm-up", "0"]
+    assert await shoal_bench(server, *shape, "--concurrency", "1,2", "--plot", str(tmp_path / "a")) == 0
+    captured = capsys.readouterr()
+    assert "wrote" in captured.err
+    overview = captured.out[captured.out.rindex("streams") :].splitlines()
+    assert [line.split()[:2] for line in overview if "custom" in line] == [["custom@1", "1"], ["custom@2", "2"]]
+    results = tmp_path / "a" / "results.json"
+    runs = json.loads(results.read_text())["runs"]
+    assert [(run["shape"]["concurrency"], run["requests"]) for run in runs] == [(1, 4), (2, 6)]
+    again = ["bench", "--plot", str(tmp_path / "b"), "--from", str(results)]
+    requests = len(server.seen)
+    assert main(again) == 0
+    assert len(server.seen) == requests
+    for folder in ("a", "b"):
+        made = {path.name for path in (tmp_path / folder).iterdir()} - {"results.json"}
+        assert made == {f"{name}.{kind}" for name in ("throughput", "ttft", "itl") for kind in ("png", "svg")}
+
+
+def test_what_cannot_be_drawn_or_swept_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--from", str(tmp_path / "a.json")]) == 2
+    assert "--plot DIR says where" in " ".join(capsys.readouterr().err.split())
+    assert main(["bench", "--workload", "W5", "--concurrency", "1,2"]) == 2
+    assert "W5 and W6 have their own concurrency" in " ".join(capsys.readouterr().err.split())
+
+
 async def test_failed_requests_are_exit_code_1_and_shown(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

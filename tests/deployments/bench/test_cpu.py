@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.deployments.bench.cpu import CpuMeter, process_tree
+from shoal.deployments.bench.cpu import CpuMeter
+from shoal.deployments.bench.memory import tree_memory
+from shoal.deployments.bench.processes import process_name, process_tree
 
 needs_proc = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="reads /proc (Linux)")
 
@@ -45,6 +47,48 @@ def test_a_servers_children_belong_to_it() -> None:
         assert shares.foreign is not None
     finally:
         server.communicate(b"\n")
+
+
+@needs_proc
+def test_whoever_disturbs_is_named() -> None:
+    burn = "import time; print(1, flush=True); t = time.process_time()\nwhile time.process_time() - t < 0.4: pass"
+    quiet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        meter = CpuMeter(quiet.pid)
+        noisy = subprocess.Popen(
+            [sys.executable, "-c", f"{burn}\nprint(2, flush=True); input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert noisy.stdout is not None
+        assert [noisy.stdout.readline() for _ in range(2)] == [b"1\n", b"2\n"]
+        shares = meter.shares()
+        name = process_name(noisy.pid)
+        noisy.communicate(b"\n")
+    finally:
+        quiet.communicate(b"\n")
+    assert shares.foreign_by[name] > 0.01
+    assert len(shares.foreign_by) <= 5
+
+
+@needs_proc
+def test_memory_is_stated_for_every_process_of_a_tree() -> None:
+    child = "print(1, flush=True); input()"
+    code = f"import subprocess, sys; b = bytearray(64 << 20); subprocess.run([sys.executable, '-c', {child!r}])"
+    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        server.stdout.readline()
+        memory = tree_memory(server.pid)
+    finally:
+        server.communicate(b"\n")
+    assert memory is not None
+    assert len(memory.processes) == 2
+    assert memory.processes[0].pid == server.pid
+    assert memory.processes[0].pss_mb > 64 > memory.processes[1].pss_mb
+    assert memory.processes[0].peak_rss_mb >= memory.processes[0].pss_mb
+    assert memory.to_json()["pss_mb"] == memory.pss_mb == pytest.approx(sum(p.pss_mb for p in memory.processes))
+    assert tree_memory(server.pid) is None  # it is gone
 
 
 @needs_proc

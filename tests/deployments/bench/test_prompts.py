@@ -47,6 +47,15 @@ async def test_a_shared_prefix_comes_on_top_and_is_the_same_for_all(maker: Promp
     assert all(abs(count - 140) <= 1 for count in counts)
 
 
+async def test_the_first_requests_behind_each_prefix_are_cold(maker: PromptMaker) -> None:
+    shape = Workload("w", "", 7, input_tokens=40, concurrency=2, shared_prefix_tokens=50, prefixes=2)
+    requests = await maker.requests(shape)
+    assert [request.tag for request in requests] == ["cold", "cold", "hit", "hit", "cold", "cold", "hit"]
+    heads = [request.messages[0]["content"] for request in requests]
+    assert len(set(heads[:4])) == len(set(heads[4:])) == 1
+    assert heads[0] != heads[4]
+
+
 async def test_a_seed_decides_every_word() -> None:
     workload = Workload("w", "", requests=3)
     same = [await PromptMaker(LetterRuler(), "a").requests(workload) for _ in range(2)]

@@ -60,7 +60,7 @@ def test_percentiles_interpolate_between_closest_ranks(share: float, expected: f
 
 
 def test_distribution_is_in_milliseconds_and_sorts() -> None:
-    assert Distribution.of_seconds([0.5, 0.25]) == Distribution(2, 375.0, 375.0, 475.0, 497.5, 500.0)
+    assert Distribution.of_seconds([0.5, 0.25]) == Distribution(2, 375.0, 375.0, 475.0, 497.5, 500.0, (250.0, 500.0))
     assert Distribution.of_seconds([]) is None
 
 
@@ -104,7 +104,7 @@ def test_a_rate_is_sustained_when_nine_in_ten_meet_the_objectives() -> None:
 
 def test_each_tag_is_summarised_by_itself() -> None:
     summary = summarize([record([2.0], 2.0, 1, tag="long"), record([1.5], 1.5, 1, tag="short")], 1.0)
-    assert summary.by_tag["long"].ttft_ms == Distribution(1, 1000.0, 1000.0, 1000.0, 1000.0, 1000.0)
+    assert summary.by_tag["long"].ttft_ms == Distribution(1, 1000.0, 1000.0, 1000.0, 1000.0, 1000.0, (1000.0,))
     assert summary.by_tag["short"].requests == 1
     assert summarize([record([2.0], 2.0, 1)], 1.0).by_tag == {}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from shoal.deployments.bench.cpu import CpuShares
+from shoal.deployments.bench.memory import ProcessMemory, TreeMemory
 from shoal.deployments.bench.records import RequestRecord
-from shoal.deployments.bench.render import measurement_view
+from shoal.deployments.bench.render import measurement_view, overview
 from shoal.deployments.bench.session import Measurement
 from shoal.deployments.bench.summary import Objective, summarize
 from shoal.deployments.bench.workloads import Workload
@@ -50,6 +52,30 @@ def test_what_spoils_a_measurement_is_said() -> None:
     text = rendered(measure([record(), record(error="HTTP 500: [bold]boom[/bold]")], CpuShares(0.5)))
     assert "first error: HTTP 500: [bold]boom[/bold]" in text
     assert "latencies are upper bounds" in text
+
+
+def test_who_disturbed_is_named() -> None:
+    text = rendered(measure([record()], CpuShares(0.01, 0.8, 0.1, {"raylet": 0.07, "sshd": 0.02})))
+    assert "others 10.0% (raylet 7.0%, sshd 2.0%)" in text
+    assert "do not compare this run" in text
+    assert "do not compare" not in rendered(measure([record()], CpuShares(0.01, 0.8, 0.04)))
+
+
+def test_memory_is_stated_by_process() -> None:
+    memory = TreeMemory([ProcessMemory("engine", 7, 600.0, 700.0), ProcessMemory("raylet", 8, 30.4, 40.0)])
+    text = rendered(replace(measure([record()], CpuShares(0.01)), memory=memory))
+    assert "memory: 630 MB (PSS), the largest: engine 600, raylet 30" in text
+
+
+def test_passes_are_set_beside_each_other() -> None:
+    out = io.StringIO()
+    closed = measure([record()], CpuShares(0.01), concurrency=2)
+    Console(file=out, width=120).print(overview([closed, measure([record(error="x")], CpuShares(0.01), rate=2.0)]))
+    rows = [line.split() for line in out.getvalue().splitlines() if line.split()[:1] == ["W"]]
+    assert rows == [
+        ["W", "2", "2.0", "250", "250", "250", "250", "250", "0"],
+        ["W", "-", "0.0", "-", "-", "-", "-", "-", "1"],
+    ]
 
 
 def test_a_late_client_is_said_for_open_loops() -> None:

@@ -148,9 +148,11 @@ def test_presets_have_the_shapes_that_others_are_measured_with() -> None:
         "W2": (24, 128, 128, 8),
         "W3": (64, 128, 128, 32),
         "W4": (32, 64, 64, 8),
+        "W4@1": (12, 64, 8, 1),
         "W5": (1, 64, 64, 4),
     }
-    assert preset("W4")[0].shared_prefix_tokens == 1024
+    assert [(w.shared_prefix_tokens, w.prefixes) for w in preset("W4")] == [(1024, 1), (1024, 3)]
+    assert [w.requests for w in preset("W4", 0.1)] == [9, 6]  # at least one hit for every prefix
     assert preset("W5")[0].long == LongStreams(2, 4, 4096, 32)
     assert [w.capacity_share for w in preset("w6")] == [0.5, 0.8]
     assert preset("W3", 0.5)[0].requests == 32
@@ -159,6 +161,12 @@ def test_presets_have_the_shapes_that_others_are_measured_with() -> None:
 def test_an_unknown_preset_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="W1, W2, W3, W4, W5, W6"):
         preset("W9")
+
+
+def test_a_point_of_a_sweep_has_requests_for_all_its_streams() -> None:
+    points = [Workload("w", "", 24).at_concurrency(n) for n in (1, 8)]
+    assert [(w.name, w.concurrency, w.requests) for w in points] == [("w@1", 1, 4), ("w@8", 8, 24)]
+    assert Workload("w", "", 24).at_concurrency(8, 5).requests == 5
 
 
 @pytest.mark.parametrize("change", [{"requests": 0}, {"concurrency": 0}, {"input_tokens": 0}, {"rate": 0.0}])
