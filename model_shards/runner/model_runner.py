@@ -49,7 +49,7 @@ class ModelRunner:
             self.model.ops.layout, settings.block_size, heads.num_kv_heads, self.config.head_dim, settings.kv_dtype
         )
         self.pages = [page.allocate(settings.num_blocks, self.device) for _ in self.model.stage.layers]
-        self._sampler = Sampler(tuple({*self.config.eos_token_ids, *settings.eos_token_ids}))
+        self._sampler = Sampler(tuple({*self.config.eos_token_ids, *settings.eos_token_ids}), self.model.ops)
         self._rows_per_piece = max_logit_rows(self.config.vocab_size, self.device.type)
         self._unreceived: deque[list[LiveSequence]] = deque()
         self._inputs: DeviceInputs | None = None
@@ -120,22 +120,27 @@ class ModelRunner:
         for pages in self.pages:
             pages.copy_blocks(sources, targets)
 
-    def _logits(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
-        """(which rows of `hidden`, their logits) in pieces of bounded size; None for logits on ranks that do not
-        sample."""
-        for start in range(0, len(hidden), self._rows_per_piece):
-            piece = slice(start, min(start + self._rows_per_piece, len(hidden)))
-            yield piece, self.model.logits(hidden[piece])
+    def _logits(
+        self, hidden: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor | None]]:
+        """(which of `rows`, or of all of `hidden`; their logits) in pieces of bounded size. The logits are None on ranks
+        that do not sample."""
+        count = len(hidden if rows is None else rows)
+        for start in range(0, count, self._rows_per_piece):
+            piece = slice(start, min(start + self._rows_per_piece, count))
+            if rows is None:
+                yield piece, self.model.logits(hidden[piece])
+            else:
+                yield piece, self.model.logits(hidden, rows[piece])
 
     def _sampled_logits(self, computed: Computed, count: int) -> Iterable[tuple[slice, torch.Tensor | None]]:
         """Of the `count` rows that sample, in the plan's order."""
         if computed.logits is not None:  # of every row, and every row samples: batch and plan have one order
             assert count == len(computed.logits)
             return [(slice(count), computed.logits)]
-        if count == len(computed.hidden):
-            return self._logits(computed.hidden)
-        assert computed.sample_rows is not None, "only some rows sample"
-        return self._logits(computed.hidden[computed.sample_rows])
+        whole = count == len(computed.hidden)
+        assert whole or computed.sample_rows is not None, "only some rows sample"
+        return self._logits(computed.hidden, None if whole else computed.sample_rows)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
