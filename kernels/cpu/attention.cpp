@@ -3,32 +3,24 @@
 //
 // A tile is TILE_ROWS or fewer (query token, head) pairs that share one key-value head, so that every key and value
 // loaded serves them all. Keys go by in blocks of KEYS positions; every SEGMENT positions the partial result (maximum,
-// sum, accumulator) is merged into the tile's. Blocks and segments lie at fixed positions and a key that a row may not
-// see contributes exact zeros, so a query's result has the same bits in any batch, in any chunk, and whether its
+// sum, accumulator) is merged into the tile's. Few rows read the pages directly (direct.h), many widen a block first
+// (widened.h), with the same order of additions. Blocks and segments lie at fixed positions and a key that a row may
+// not see contributes exact zeros, so a query's result has the same bits in any batch, in any chunk, and whether its
 // segments were computed one after another or by several threads.
 
-#include <algorithm>
-#include <cmath>
 #include <vector>
 
+#include "direct.h"
 #include "parallel.h"
 #include "replay.h"
-#include "scores.h"
 
 namespace shoal {
 namespace {
 
 constexpr i64 SEGMENT = 256;
-constexpr i64 TILE_ROWS = 32;
+constexpr i64 TILE_ROWS = 96;
 constexpr float LN2 = 0.693147181f, LOG2E = 1.44269504f;
-constexpr i64 WAKE_WORK = 64 << 10;                     // row * key * channel, as `worthwhile` counts
-
-// Two vectors of a value row: for bfloat16 the even and the odd channels, for fp32 the first and the second half.
-SHOAL_INLINE void channels(const std::uint16_t* v, vf& first, vf& second) {
-    vu both = load(reinterpret_cast<const std::uint32_t*>(v));
-    first = low_half(both), second = high_half(both);
-}
-SHOAL_INLINE void channels(const float* v, vf& first, vf& second) { first = load(v), second = load(v + VL); }
+constexpr i64 WAKE_WORK = 64 << 10;  // row * key * channel, as `worthwhile` counts
 
 struct Shape {
     i64 seqs, heads, kv_heads, dim, block_size, table_stride, q_stride, window;  // window 0: none
@@ -36,31 +28,54 @@ struct Shape {
 
 struct Tile {
     i64 seq, head, first_row, tokens, position;  // first_row of q; position: of the first query token
-    i64 first_segment, end_segment, partial;     // partial: of its first segment, when segments are computed apart
+    i64 seen;                                    // the first position that its first token sees
+    i64 partial;                                 // of its first segment, when segments are computed apart
+
+    i64 end() const { return position + tokens; }
+    i64 first_segment() const { return seen / SEGMENT; }
+    i64 end_segment() const { return (end() + SEGMENT - 1) / SEGMENT; }
+    i64 segments() const { return end_segment() - first_segment(); }
 };
 
-// What a tile knows of its rows after some keys. `acc` is [rows][dim], in the order of `channels`.
+// What a tile knows of its rows after some keys. `acc` is [rows][width], with first_channels before second_channels.
 struct Partial {
     float *peak, *total, *acc;  // peak: largest score in units of log2; total: sum of 2 ** (score - peak)
 
-    static i64 floats(i64 rows, i64 dim) { return rows * (dim + 2); }
-    Partial(float* memory, i64 rows) : peak(memory), total(memory + rows), acc(memory + 2 * rows) {}
+    static i64 floats(i64 rows, i64 width) { return (rows + 15) / 16 * 32 + rows * width; }
+    Partial(float* memory, i64 rows)
+        : peak(memory), total(memory + (rows + 15) / 16 * 16), acc(memory + (rows + 15) / 16 * 32) {}
 
-    void clear(i64 rows, i64 dim) {
+    void clear(i64 rows, i64 width) {
         std::fill(peak, peak + rows, -INFINITY);
-        std::fill(total, total + rows * (dim + 1), 0.0f);
+        std::fill(total, total + rows, 0.0f);
+        std::fill(acc, acc + rows * width, 0.0f);
     }
 
-    void merge(const Partial& later, i64 rows, i64 dim) {
+    void merge(const Partial& later, i64 rows, i64 width) {
         for (i64 r = 0; r < rows; r++) {
             if (later.total[r] == 0.0f) continue;  // it saw no key
             float top = later.peak[r] > peak[r] ? later.peak[r] : peak[r];
-            float mine = exp2(splat(peak[r] - top))[0], theirs = exp2(splat(later.peak[r] - top))[0];
+            float mine = exp2_negative(splat(peak[r] - top))[0], theirs = exp2_negative(splat(later.peak[r] - top))[0];
             peak[r] = top;
             total[r] = total[r] * mine + later.total[r] * theirs;
-            float *a = acc + r * dim, *b = later.acc + r * dim;
-            for (i64 d = 0; d < dim; d++) a[d] = a[d] * mine + b[d] * theirs;
+            float *a = acc + r * width, *b = later.acc + r * width;
+            for (i64 c = 0; c < width; c++) a[c] = a[c] * mine + b[c] * theirs;
         }
+    }
+};
+
+// What a thread needs beside the partials while it computes a tile.
+struct Workspace {
+    float *queries, *totals, *shrink, *scores, *panels;
+    std::int32_t* position;
+
+    static i64 floats(i64 rows, i64 dim, i64 width) {
+        return rows * (dim + VL) + (rows + 15) / 16 * 32 + ROW_BLOCK * KEYS + widened::Panels::floats(dim, width);
+    }
+    Workspace(float* memory, i64 rows, i64 dim, i64 width) {
+        panels = memory, scores = panels + widened::Panels::floats(dim, width), shrink = scores + ROW_BLOCK * KEYS;
+        position = reinterpret_cast<std::int32_t*>(shrink + (rows + 15) / 16 * 16);
+        totals = shrink + (rows + 15) / 16 * 32, queries = totals + rows * VL;
     }
 };
 
@@ -74,204 +89,146 @@ struct Attention {
     float *out, *lse;
 
     i64 group() const { return s.heads / s.kv_heads; }
+    i64 width() const { return (s.dim + PANEL - 1) / PANEL * PANEL; }
     i64 rows(const Tile& t) const { return t.tokens * group(); }
+    i64 cost(const Tile& t) const { return rows(t) * t.segments() * SEGMENT; }
 
-    const E* page(const E* pages, const Tile& t, i64 position) const {
-        i64 block = tables[t.seq * s.table_stride + position / s.block_size];
-        return pages + (block * s.kv_heads + t.head) * s.block_size * s.dim;
-    }
-
-    void load_queries(const Tile& t, float* queries) const {
-        for (i64 i = 0; i < t.tokens; i++) {
+    // Queries [rows][dim], scaled so that scores are in units of log2.
+    void load_queries(const Tile& t, const Workspace& w) const {
+        float* to = w.queries;
+        for (i64 i = 0, row = 0; i < t.tokens; i++) {
             const float* from = q + (t.first_row + i) * s.q_stride + t.head * group() * s.dim;
-            for (i64 j = 0; j < group() * s.dim; j++) *queries++ = from[j] * (scale * LOG2E);
+            for (i64 j = 0; j < group(); j++) w.position[row++] = static_cast<std::int32_t>(t.position + i);
+            for (i64 j = 0; j < group() * s.dim; j++) *to++ = from[j] * (scale * LOG2E);
         }
     }
 
-    // Calls fn(row, N) for blocks of N <= ROW_BLOCK rows, N a constant: full blocks, then one of what is left.
-    template <int N = ROW_BLOCK, class Fn>
-    SHOAL_INLINE static void by_rows(i64 count, const Fn& fn, i64 row = 0) {
-        for (; row + N <= count; row += N) fn(row, std::integral_constant<int, N>{});
-        if constexpr (N > 1) by_rows<N - 1>(count, fn, row);
+    // Where the granule of this number lies, in elements of either kind of pages, from the start of its head's part.
+    struct Place {
+        i64 head, offset;
+    };
+    Place place(const Tile& t, i64 granule) const {
+        const std::uint32_t a_block = s.block_size / GRANULE, number = granule;
+        const std::uint32_t index = a_block == 1 ? number : number / a_block;  // a division takes as long as a score
+        const i64 block = tables[t.seq * s.table_stride + index];
+        return {(block * s.kv_heads + t.head) * s.block_size * s.dim, (number - index * a_block) * GRANULE};
     }
+    const E* keys(Place p) const { return k + p.head + p.offset * 2; }
+    const E* values(Place p) const { return v + p.head + p.offset * s.dim; }
 
-    // Where the keys (values) of the granule with this position lie.
-    const E* keys_at(const Tile& t, i64 position) const { return page(k, t, position) + position % s.block_size * 2; }
-    const E* values_at(const Tile& t, i64 position) const {
-        return page(v, t, position) + position % s.block_size * s.dim;
-    }
-
-    // Scores of the keys [begin, end) of the block at `base`, of `to` keys in all, and where the block's values lie.
-    // What else of the block is computed is masked later.
-    void scores_of(const Tile& t, const float* queries, i64 base, i64 begin, i64 end, i64 to, float* scores,
-                   const E** values) const {
-        constexpr int GROUPS = KEYS / VL, A_GRANULE = GRANULE / VL;
-        const E *keys[GROUPS], *next[KEYS / GRANULE];
-        for (i64 g = 0; g < KEYS / GRANULE; g++) {
-            // A granule that is not wanted may share a register tile with others: one that exists is read instead.
-            i64 at = std::clamp(base / GRANULE + g, begin / GRANULE, (end - 1) / GRANULE) * GRANULE;
-            for (int i = 0; i < A_GRANULE; i++) keys[g * A_GRANULE + i] = keys_at(t, at) + i * VL * 2;
-            values[g] = values_at(t, at);
-            next[g] = keys_at(t, std::min(base + KEYS + g * GRANULE, (to - 1) / GRANULE * GRANULE));
-        }
-        int first = (begin - base) / VL, last = (end - base + VL - 1) / VL;
-        by_rows(rows(t), [&](i64 r, auto n) {
-            constexpr int U = fitting(n * int(sizeof(E) / 2), GROUPS);
-            const float* q_rows = queries + r * s.dim;
-            for (int g = first / U * U; g < last; g += U) {
-                float* to_scores = scores + r * KEYS + g * VL;
-                Ahead<U, E> ahead{values + g / A_GRANULE, next + g / A_GRANULE};
-                if (r == 0) score<n, U, true>(q_rows, s.dim, keys + g, s.block_size, to_scores, ahead);
-                else score<n, U, false>(q_rows, s.dim, keys + g, s.block_size, to_scores, ahead);
+    // The block at `base` with the keys [from, to) of tile t; granules beyond the tile's own are those of `next`.
+    Block<E> block(const Tile& t, const Tile* next, i64 base, i64 from, i64 to) const {
+        Block<E> b;
+        b.base = base, b.begin = std::max(from - base, i64{0}), b.end = std::min(to - base, KEYS);
+        b.block_size = s.block_size;
+        const i64 granules = (t.end() + GRANULE - 1) / GRANULE;
+        for (i64 g = b.begin / GRANULE; g * GRANULE < b.end; g++) {
+            const i64 number = base / GRANULE + g, ahead = number + GRANULES;
+            const Place here = place(t, number);
+            Place there = here;
+            if (ahead < granules) {
+                there = place(t, ahead);
+            } else if (next) {
+                const i64 first = next->seen / GRANULE + ahead - granules;
+                if (first * GRANULE < next->end()) there = place(*next, first);
             }
+            b.keys[g] = keys(here), b.values[g] = values(here);
+            b.keys_ahead[g] = keys(there), b.values_ahead[g] = values(there);
+        }
+        return b;
+    }
+
+    void few_rows(const Tile& t, const Workspace& w, const Block<E>& b, const Running& run, float* acc) const {
+        with_constant(rows(t), [&](auto n) {
+            direct::score<n>(w.queries, s.dim, b, w.scores);
+            softmax<n>(run, 0, b.base, b.begin, b.end, w.scores);
+            direct::accumulate<n>(w.scores, b, s.dim, width(), w.shrink, acc);
         });
     }
 
-    // Scores -> probabilities relative to the new peak, in place; `shrink` is what earlier sums are multiplied by.
-    void softmax(const Tile& t, i64 base, Partial& p, float* scores, float* shrink) const {
-        vf index;
-        for (int i = 0; i < VL; i++) index[i] = static_cast<float>(i);
-        for (i64 r = 0; r < rows(t); r++) {
-            i64 position = t.position + r / group();
-            i64 hi = std::clamp<i64>(position + 1 - base, 0, KEYS);
-            i64 lo = s.window ? std::clamp<i64>(position + 1 - s.window - base, 0, KEYS) : 0;
-            float* row = scores + r * KEYS;
-            if (lo > 0 || hi < KEYS)  // not all of the block is visible
-                for (int j = 0; j < KEYS / VL; j++) {
-                    vf at = index + static_cast<float>(j * VL), x = load(row + j * VL);
-                    x = at < static_cast<float>(hi) ? x : splat(-INFINITY);
-                    store(row + j * VL, at >= static_cast<float>(lo) ? x : splat(-INFINITY));
-                }
-            vf top = splat(p.peak[r]);
-            for (int j = 0; j < KEYS / VL; j++) top = maximum(top, load(row + j * VL));
-            float peak = largest(top), from = peak == -INFINITY ? 0.0f : peak;
-            vf sums{};
-            for (int j = 0; j < KEYS / VL; j++) {
-                vf x = exp2(load(row + j * VL) - from);
-                sums += x;
-                store(row + j * VL, x);
-            }
-            shrink[r] = exp2(splat(p.peak[r] - from))[0];
-            p.peak[r] = peak;
-            p.total[r] = p.total[r] * shrink[r] + sum(sums);
-        }
-    }
-
-    // acc = acc * shrink + probabilities * values of C chunks (2 * VL channels each), keys [begin, end) ascending.
-    template <int ROWS, int C>
-    SHOAL_INLINE void chunks(const E* const* values, i64 begin, i64 end, const float* p, const float* shrink,
-                             float* acc, i64 channel) const {
-        vf a[ROWS][C][2];
-        for (int r = 0; r < ROWS; r++)
-            for (int c = 0; c < C; c++)
-                for (int h = 0; h < 2; h++) a[r][c][h] = load(acc + r * s.dim + channel + (2 * c + h) * VL) * shrink[r];
-        for (i64 granule = begin / GRANULE * GRANULE; granule < end; granule += GRANULE) {
-            const E* v_row = values[granule / GRANULE] + channel;
-            i64 last = std::min(end, granule + GRANULE);
-            for (i64 key = std::max(begin, granule); key < last; key++)
-                for (int c = 0; c < C; c++) {
-                    vf first, second;
-                    channels(v_row + (key - granule) * s.dim + c * 2 * VL, first, second);
-                    for (int r = 0; r < ROWS; r++) {
-                        a[r][c][0] += first * p[r * KEYS + key];
-                        a[r][c][1] += second * p[r * KEYS + key];
-                    }
-                }
-        }
-        for (int r = 0; r < ROWS; r++)
-            for (int c = 0; c < C; c++)
-                for (int h = 0; h < 2; h++) store(acc + r * s.dim + channel + (2 * c + h) * VL, a[r][c][h]);
-    }
-
-    template <int ROWS>
-    SHOAL_INLINE void accumulate(const E* const* values, i64 begin, i64 end, const float* p, const float* shrink,
-                                 float* acc) const {
-        constexpr int C = fitting(2 * ROWS, 4);
-        i64 channel = 0;
-        for (; channel + C * 2 * VL <= s.dim; channel += C * 2 * VL)
-            chunks<ROWS, C>(values, begin, end, p, shrink, acc, channel);
-        if constexpr (C > 1)
-            for (; channel + 2 * VL <= s.dim; channel += 2 * VL)
-                chunks<ROWS, 1>(values, begin, end, p, shrink, acc, channel);
-        for (; channel < s.dim; channel++)  // what is left of a head_dim that two vectors do not divide
-            for (int r = 0; r < ROWS; r++) {
-                float a = acc[r * s.dim + channel] * shrink[r];
-                for (i64 key = begin; key < end; key++)
-                    a += p[r * KEYS + key] * to_float(values[key / GRANULE][key % GRANULE * s.dim + channel]);
-                acc[r * s.dim + channel] = a;
-            }
-    }
-
-    // The tile over one segment, into a cleared partial. `scores` has room for rows * (KEYS + 1).
-    void segment(const Tile& t, const float* queries, i64 index, float* scores, Partial& p) const {
-        float* shrink = scores + rows(t) * KEYS;
-        i64 seen = s.window ? std::max<i64>(0, t.position + 1 - s.window) : 0;
-        i64 from = std::max(index * SEGMENT, seen), to = std::min((index + 1) * SEGMENT, t.position + t.tokens);
-        const E* values[KEYS / GRANULE];
-        for (i64 base = from / KEYS * KEYS; base < to; base += KEYS) {
-            i64 begin = std::max(base, from), end = std::min(base + KEYS, to);
-            scores_of(t, queries, base, begin, end, to, scores, values);
-            softmax(t, base, p, scores, shrink);
-            by_rows(rows(t), [&](i64 r, auto n) {
-                accumulate<n>(values, begin - base, end - base, scores + r * KEYS, shrink + r, p.acc + r * s.dim);
+    void many_rows(const Tile& t, const Workspace& w, const Block<E>& b, const Running& run, float* acc) const {
+        const widened::Panels panels(w.panels, s.dim, width());
+        widened::keys(b, panels);
+        widened::values(b, panels);
+        by_rows(rows(t), [&](i64 row, i64 size) {
+            const i64 end = std::min<i64>(b.end, w.position[row + size - 1] + 1 - b.base);
+            const i64 hidden = s.window ? w.position[row] + 1 - s.window - b.base : 0;
+            const i64 begin = std::max(b.begin, hidden);
+            if (begin >= end) return;
+            with_constant(size, [&](auto n) {
+                widened::score<n>(w.queries + row * s.dim, panels, begin, end, w.scores);
+                softmax<n>(run, row, b.base, begin, end, w.scores);
+                widened::accumulate<n>(w.scores, panels, begin, end, w.shrink + row, acc + row * width());
             });
+        });
+    }
+
+    // The tile over one segment, into a cleared partial.
+    void segment(const Tile& t, const Tile* next, i64 index, const Workspace& w, Partial& p) const {
+        const i64 from = std::max(index * SEGMENT, t.seen), to = std::min((index + 1) * SEGMENT, t.end());
+        const Running run{p.peak, w.totals, w.shrink, w.position, s.window};
+        std::fill(w.totals, w.totals + rows(t) * VL, 0.0f);
+        for (i64 base = from / KEYS * KEYS; base < to; base += KEYS) {
+            const Block<E> b = block(t, next, base, from, to);
+            if (rows(t) <= ROW_BLOCK) few_rows(t, w, b, run, p.acc);
+            else many_rows(t, w, b, run, p.acc);
         }
+        for (i64 r = 0; r < rows(t); r++) p.total[r] = sum(load(w.totals + r * VL));
     }
 
     void finish(const Tile& t, const Partial& p) const {
+        const i64 heads = group();
         for (i64 r = 0; r < rows(t); r++) {
-            i64 row = (t.first_row + r / group()) * s.heads + t.head * group() + r % group();
-            float inverse = 1.0f / p.total[r];
-            float *to = out + row * s.dim, *acc = p.acc + r * s.dim;
+            const i64 row = (t.first_row + r / heads) * s.heads + t.head * heads + r % heads;
+            const float inverse = 1.0f / p.total[r];
+            float *to = out + row * s.dim, *acc = p.acc + r * width();
             i64 c = 0;
-            if (sizeof(E) == 2)  // even and odd channels were kept apart
-                for (; c + 2 * VL <= s.dim; c += 2 * VL)
-                    for (int i = 0; i < VL; i++)
-                        to[c + 2 * i] = acc[c + i] * inverse, to[c + 2 * i + 1] = acc[c + VL + i] * inverse;
+            for (; c + PANEL <= s.dim; c += PANEL) {
+                vf first = load(acc + c) * inverse, second = load(acc + c + VL) * inverse, a, b;
+                in_order(first, second, a, b, k);
+                store(to + c, a), store(to + c + VL, b);
+            }
             for (; c < s.dim; c++) to[c] = acc[c] * inverse;
             if (lse) lse[row] = (p.peak[r] + std::log2(p.total[r])) * LN2;
         }
     }
 
-    std::vector<Tile> tiles(i64& work) const {
+    std::vector<Tile> tiles() const {
         std::vector<Tile> list;
-        i64 tokens = std::max<i64>(1, TILE_ROWS / group());
         for (i64 i = s.seqs - 1; i >= 0; i--) {
-            i64 count = query_start[i + 1] - query_start[i];
+            const i64 count = query_start[i + 1] - query_start[i];
+            if (count == 0) continue;
+            const i64 most = std::max<i64>(1, TILE_ROWS / group()), parts = (count + most - 1) / most;
+            const i64 tokens = (count + parts - 1) / parts;
             // The last tiles see the most keys: they start first.
-            for (i64 at = (count - 1) / tokens * tokens; at >= 0 && count > 0; at -= tokens)
+            for (i64 at = (count - 1) / tokens * tokens; at >= 0; at -= tokens)
                 for (i64 head = 0; head < s.kv_heads; head++) {
-                    i64 position = seq_lens[i] - count + at;
-                    Tile t{i, head, query_start[i] + at, std::min(tokens, count - at), position, 0, 0, -1};
-                    i64 seen = s.window ? std::max<i64>(0, t.position + 1 - s.window) : 0;
-                    t.first_segment = seen / SEGMENT;
-                    t.end_segment = (t.position + t.tokens + SEGMENT - 1) / SEGMENT;
-                    work += cost(t);
-                    list.push_back(t);
+                    const i64 position = seq_lens[i] - count + at;
+                    const i64 seen = s.window ? std::max<i64>(0, position + 1 - s.window) : 0;
+                    list.push_back({i, head, query_start[i] + at, std::min(tokens, count - at), position, seen, -1});
                 }
         }
         return list;
     }
 
-    i64 cost(const Tile& t) const { return rows(t) * (t.end_segment - t.first_segment) * SEGMENT; }
-
     void run(i64 num_tokens, int threads) const {
         std::fill(out + query_start[s.seqs] * s.heads * s.dim, out + num_tokens * s.heads * s.dim, 0.0f);
-        i64 work = 0, max_rows = std::max(group(), TILE_ROWS);
-        std::vector<Tile> list = tiles(work);
+        std::vector<Tile> list = tiles();
+        i64 work = 0, max_rows = 0;
+        for (const Tile& t : list) work += cost(t), max_rows = std::max(max_rows, rows(t));
         threads = worthwhile(threads, work * s.dim, WAKE_WORK);
 
         // A tile that is much of the whole is cut into its segments, for the threads to share.
         struct Task { Tile* tile; i64 segment; };  // segment -1: all of them, in order
         std::vector<Task> tasks;
         std::vector<Tile*> cut;
-        i64 num_partials = 0, size = Partial::floats(max_rows, s.dim);
+        i64 num_partials = 0, size = (Partial::floats(max_rows, width()) + 15) / 16 * 16;
         for (Tile& t : list) {
-            if (threads > 1 && t.end_segment - t.first_segment > 1 && cost(t) * threads * 4 > work) {
+            if (threads > 1 && t.segments() > 1 && cost(t) * threads * 4 > work) {
                 t.partial = num_partials;
-                num_partials += t.end_segment - t.first_segment;
+                num_partials += t.segments();
                 cut.push_back(&t);
-                for (i64 i = t.first_segment; i < t.end_segment; i++) tasks.push_back({&t, i});
+                for (i64 i = t.first_segment(); i < t.end_segment(); i++) tasks.push_back({&t, i});
             } else {
                 tasks.push_back({&t, -1});
             }
@@ -279,35 +236,35 @@ struct Attention {
         static thread_local Scratch shared;
         float* memory = shared.get(num_partials * size);
         auto partial = [&](const Tile& t, i64 segment) {
-            return Partial(memory + (t.partial + segment - t.first_segment) * size, rows(t));
+            return Partial(memory + (t.partial + segment - t.first_segment()) * size, rows(t));
         };
 
         parallel_for(tasks.size(), threads, [&](i64 i) {
             static thread_local Scratch own;
             const Tile& t = *tasks[i].tile;
-            float* queries = own.get(max_rows * (s.dim + KEYS + 1) + 2 * size);
-            float *scores = queries + max_rows * s.dim, *partials = scores + max_rows * (KEYS + 1);
-            load_queries(t, queries);
+            const Tile* next = i + threads < i64(tasks.size()) ? tasks[i + threads].tile : nullptr;
+            float* partials = own.get(2 * size + Workspace::floats(max_rows, s.dim, width()));
+            const Workspace w(partials + 2 * size, max_rows, s.dim, width());
+            load_queries(t, w);
             if (tasks[i].segment >= 0) {
                 Partial p = partial(t, tasks[i].segment);
-                p.clear(rows(t), s.dim);
-                return segment(t, queries, tasks[i].segment, scores, p);
+                p.clear(rows(t), width());
+                return segment(t, next, tasks[i].segment, w, p);
             }
             Partial all(partials, rows(t)), one(partials + size, rows(t));
-            all.clear(rows(t), s.dim);
-            for (i64 n = t.first_segment; n < t.end_segment; n++) {
-                one.clear(rows(t), s.dim);
-                segment(t, queries, n, scores, one);
-                all.merge(one, rows(t), s.dim);
+            all.clear(rows(t), width());
+            segment(t, next, t.first_segment(), w, all);  // merging it into nothing would give the same bits
+            for (i64 n = t.first_segment() + 1; n < t.end_segment(); n++) {
+                one.clear(rows(t), width());
+                segment(t, next, n, w, one);
+                all.merge(one, rows(t), width());
             }
             finish(t, all);
         });
         parallel_for(cut.size(), worthwhile(threads, num_partials * size, WAKE_WORK), [&](i64 i) {
-            static thread_local Scratch own;
             const Tile& t = *cut[i];
-            Partial all(own.get(size), rows(t));
-            all.clear(rows(t), s.dim);
-            for (i64 n = t.first_segment; n < t.end_segment; n++) all.merge(partial(t, n), rows(t), s.dim);
+            Partial all = partial(t, t.first_segment());
+            for (i64 n = t.first_segment() + 1; n < t.end_segment(); n++) all.merge(partial(t, n), rows(t), width());
             finish(t, all);
         });
     }
