@@ -16,6 +16,8 @@ from shoal.guardrails.verdicts import Verdict
 from shoal.model_shards.engine.plan import TokenLogprobs
 from shoal.model_shards.engine.request import FinishReason, Request, RequestDelta
 
+_FAILURES = frozenset({FinishReason.ERROR, FinishReason.ABORT})
+
 
 @dataclass(slots=True)
 class Outputs:
@@ -131,25 +133,33 @@ class Generation:
             if failure is not None:
                 raise failure
 
+    def be_patient(self) -> None:
+        """From here on `updates` waits for the end of a choice and gives all of it at once; except where output rails
+        have to see the text as it grows."""
+        if not self._guards:
+            self._stream.be_patient()
+
     def _take(self, pending: dict[int, list[RequestDelta]]) -> tuple[dict[int, RequestDelta], GenerationError | None]:
         """What the client gets of these deltas, one a choice, and the error that ends everything after it."""
         updates: dict[int, RequestDelta] = {}
         failure = None
         for choice, deltas in pending.items():
+            shown = []
             for delta in deltas:
-                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                if delta.finish_reason is not None and delta.finish_reason in _FAILURES:
                     failure = GenerationError(delta.error or "The request was ended by the server.")
                     delta = replace(delta, finish_reason=None)
                 if choice in self._open:
-                    shown = self._pass(choice, delta)
-                    updates[choice] = merge(updates[choice], shown) if choice in updates else shown
+                    shown.append(self._pass(choice, delta))
+            if shown:
+                updates[choice] = merge(shown)
         return updates, failure
 
     def _pass(self, choice: int, delta: RequestDelta) -> RequestDelta:
         """Counts a delta and passes it through the rails."""
         self._counts.output[choice] = delta.num_output_tokens
-        cached = self._counts.cached
-        cached[delta.request_id] = max(cached.get(delta.request_id, 0), delta.num_cached_tokens)
+        if delta.num_cached_tokens:
+            self._counts.cached[delta.request_id] = delta.num_cached_tokens
         guard = self._guards.get(choice)
         if guard is not None:
             delta = guard.apply(delta)

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.configs.errors import ShoalError
 from shoal.model_shards.engine.request import RequestDelta
 
+_COMPACT_AT = 32
+"""Deltas of one choice that wait before they are joined: joined at each token, a long answer would be copied as often
+as it has tokens."""
+
 
 class RequestStream:
     """The deltas of one HTTP request (one or more engine requests), merged while nobody reads.
 
-    A reader that lags finds, for each choice, one larger delta instead of a queue: memory is bounded by the text of
+    A reader that lags finds, for each choice, a few large deltas instead of a queue: memory is bounded by the text of
     the answer itself, and a slow client costs fewer chunks, not more. Deltas with logprobs stay apart, because the
     output rails must know which text each logprob belongs to.
     """
@@ -25,42 +29,58 @@ class RequestStream:
     def __init__(self) -> None:
         self._pending: dict[int, list[RequestDelta]] = {}
         self._error: ShoalError | None = None
-        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._patient = False
+        self._ready = False
+        """There is something that the reader should be woken for."""
+        # A future and not an asyncio.Event, which makes one for every wait and asks for the running loop before.
+        self._waiter: asyncio.Future[None] | None = None
         # One timer that is moved on lazily, instead of one a token.
         self._timer: asyncio.TimerHandle | None = None
-        self._waits_until: float | None = None
+        self._waits_until = 0.0
+
+    def be_patient(self) -> None:
+        """From here on the reader is woken when a choice ends, and not for what comes before."""
+        self._patient = True
 
     def push(self, choice: int, delta: RequestDelta) -> None:
-        pending = self._pending.setdefault(choice, [])
-        if pending and not delta.logprobs:
-            pending[-1] = merge(pending[-1], delta)
+        pending = self._pending.get(choice)
+        if pending is None:
+            self._pending[choice] = [delta]
         else:
             pending.append(delta)
-        self._wake.set()
+            if len(pending) >= _COMPACT_AT and not delta.logprobs:
+                self._pending[choice] = [merge(pending)]
+        if not self._patient or delta.finish_reason is not None:
+            self._wake()
 
     def fail(self, error: ShoalError) -> None:
         """The stream ends with this error, after what has already arrived."""
         self._error = error
-        self._wake.set()
+        self._wake()
 
     async def next(self, timeout_s: float) -> dict[int, list[RequestDelta]]:
-        """What came since the last call, by choice; empty after `timeout_s` without anything. Raises the error that
-        ended the stream."""
-        if not self._wake.is_set():
-            loop = asyncio.get_running_loop()
-            self._waits_until = loop.time() + timeout_s
+        """What came since the last call, by choice; empty after `timeout_s` without anything to wake for (what did come
+        stays then). Raises the error that ended the stream."""
+        if not self._ready:
+            self._waits_until = self._loop.time() + timeout_s
             if self._timer is None or self._timer.when() > self._waits_until:
                 self.close()
-                self._timer = loop.call_at(self._waits_until, self._on_timer)
-            await self._wake.wait()
-            self._waits_until = None
-        self._wake.clear()
+                self._timer = self._loop.call_at(self._waits_until, self._on_timer)
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            if not self._ready:
+                return {}
+        self._ready = False
         pending, self._pending = self._pending, {}
         if self._error is not None:
             # What has arrived is given first; the error stays for the next call.
             if not pending:
                 raise self._error
-            self._wake.set()
+            self._ready = True
         return pending
 
     def close(self) -> None:
@@ -69,31 +89,41 @@ class RequestStream:
             self._timer.cancel()
             self._timer = None
 
+    def _wake(self) -> None:
+        self._ready = True
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
     def _on_timer(self) -> None:
         self._timer = None
-        if self._waits_until is None:
+        if self._waiter is None:
             return
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._waits_until:
-            self._timer = loop.call_at(self._waits_until, self._on_timer)
+        if self._loop.time() < self._waits_until:
+            self._timer = self._loop.call_at(self._waits_until, self._on_timer)
         else:
-            self._wake.set()
+            self._end_wait()
 
 
-def merge(first: RequestDelta, second: RequestDelta) -> RequestDelta:
-    """Two deltas of one sequence as one."""
+def merge(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    """Deltas of one sequence that follow each other, at least one, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
     return RequestDelta(
-        request_id=first.request_id,
-        index=first.index,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        error=second.error,
-        num_output_tokens=second.num_output_tokens,
-        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
-        prompt_logprobs=second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs,
+        request_id=last.request_id,
+        index=last.index,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        num_output_tokens=last.num_output_tokens,
+        num_cached_tokens=max([delta.num_cached_tokens for delta in deltas]),
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
     )
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
+from collections.abc import Awaitable, Callable
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shoal.configs.errors import ShoalError
 from shoal.deployments.http.body import read_json
-from shoal.deployments.http.errors import RouteError, error_response
+from shoal.deployments.http.errors import RouteError
 from shoal.deployments.http.generate import chat_completions, completions
-from shoal.deployments.http.requests import RequestMiddleware
+from shoal.deployments.http.requests import Exchange, RequestMiddleware
 from shoal.deployments.protocol.fields import parse_body
 from shoal.deployments.protocol.responses import ModelCard, TokenizeResponse
 from shoal.deployments.protocol.tokens import DetokenizeRequest, TokenizeRequest
@@ -20,45 +19,66 @@ from shoal.deployments.service import GatewayService
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
+Handler = Callable[[Exchange], Awaitable[None]]
+SimpleHandler = Callable[[Request], Awaitable[Response]]
+
 
 def create_app(service: GatewayService, version: str) -> ASGIApp:
     """The whole HTTP surface. The service must be connected before requests come, and be closed by whoever made it."""
-    app = FastAPI(title="Shoal", version=version, docs_url=None, redoc_url=None)
-    app.add_api_route("/health/live", _live, methods=["GET"], include_in_schema=False)
-    for add in (_add_generation, _add_models, _add_tokens, _add_operations):
-        add(app, service)
-    app.add_exception_handler(ShoalError, _on_error)
-    app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(Exception, _on_error)
-    return RequestMiddleware(app, service.metrics, service.in_flight)
+    routes = Routes()
+    routes.add("POST", "/v1/chat/completions", lambda exchange: chat_completions(service, exchange))
+    routes.add("POST", "/v1/completions", lambda exchange: completions(service, exchange))
+    for add in (_add_models, _add_tokens, _add_operations):
+        add(routes, service)
+
+    async def show_version(_: Request) -> Response:
+        return JSONResponse({"version": version})
+
+    routes.add_simple("GET", "/version", show_version)
+    return RequestMiddleware(routes, service.metrics, service.in_flight)
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        # Raised by the router: no such path, or not with this method.
-        path = request.url.path[:200]
-        message = f"{request.method} {path}: {error.detail}."
-        return error_response(RouteError(message, error.status_code))
-    return error_response(error)
+class Routes:
+    """The routes by their paths. A dozen fixed paths need no patterns, and a framework's router, with its middleware,
+    costs more than everything else that a request does here before it is tokenized."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, tuple[str, Handler]] = {}
+
+    def add(self, method: str, path: str, handler: Handler) -> None:
+        """`{}` at the end of a path stands for any rest of it, slashes included: `path_params["rest"]`."""
+        self._handlers[path] = (method, handler)
+
+    def add_simple(self, method: str, path: str, handler: SimpleHandler) -> None:
+        """One that makes its whole answer at once."""
+
+        async def respond(exchange: Exchange) -> None:
+            await exchange.respond(await handler(exchange.request))
+
+        self.add(method, path, respond)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        route = self._route(path)
+        if route is None:
+            raise RouteError(f"{scope['method']} {path[:200]}: Not Found.", 404)
+        method, handler = self._handlers[route]
+        if scope["method"] not in (method, "HEAD" if method == "GET" else method):
+            raise RouteError(f"{scope['method']} {path[:200]}: Method Not Allowed.", 405)
+        scope["path_params"] = {"rest": path.removeprefix(route.removesuffix("{}"))}
+        exchange = Exchange(scope, receive, send)
+        exchange.context.route = route
+        await handler(exchange)
+
+    def _route(self, path: str) -> str | None:
+        if path in self._handlers:
+            return path
+        if path.endswith("/") and path[:-1] in self._handlers:
+            return path[:-1]
+        return next((route for route in self._handlers if route.endswith("{}") and path.startswith(route[:-2])), None)
 
 
-async def _live() -> Response:
-    """The process answers. Says nothing about the engine."""
-    return JSONResponse({"status": "alive"})
-
-
-def _add_generation(app: FastAPI, service: GatewayService) -> None:
-    async def chat(request: Request) -> Response:
-        return await chat_completions(service, request)
-
-    async def text(request: Request) -> Response:
-        return await completions(service, request)
-
-    app.add_api_route("/v1/chat/completions", chat, methods=["POST"], name="chat completions")
-    app.add_api_route("/v1/completions", text, methods=["POST"], name="text completions")
-
-
-def _add_models(app: FastAPI, service: GatewayService) -> None:
+def _add_models(routes: Routes, service: GatewayService) -> None:
     def card() -> ModelCard:
         info = service.link.info
         return ModelCard(
@@ -71,18 +91,18 @@ def _add_models(app: FastAPI, service: GatewayService) -> None:
             max_model_len=info.max_model_len,
         )
 
-    async def models() -> Response:
+    async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [card()]})
 
-    async def model(model_id: str) -> Response:
-        service.check_model(model_id)
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["rest"])
         return JSONResponse(card())
 
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", model, methods=["GET"])
+    routes.add_simple("GET", "/v1/models", models)
+    routes.add_simple("GET", "/v1/models/{}", model)
 
 
-def _add_tokens(app: FastAPI, service: GatewayService) -> None:
+def _add_tokens(routes: Routes, service: GatewayService) -> None:
     limits = service.config.limits
 
     async def tokenize(request: Request) -> Response:
@@ -101,12 +121,16 @@ def _add_tokens(app: FastAPI, service: GatewayService) -> None:
         service.check_model(body.model)
         return JSONResponse({"prompt": await service.stages.tokenizer.decode(body.tokens)})
 
-    app.add_api_route("/tokenize", tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", detokenize, methods=["POST"])
+    routes.add_simple("POST", "/tokenize", tokenize)
+    routes.add_simple("POST", "/detokenize", detokenize)
 
 
-def _add_operations(app: FastAPI, service: GatewayService) -> None:
-    async def ready() -> Response:
+def _add_operations(routes: Routes, service: GatewayService) -> None:
+    async def live(_: Request) -> Response:
+        """The process answers. Says nothing about the engine."""
+        return JSONResponse({"status": "alive"})
+
+    async def ready(_: Request) -> Response:
         """Requests can be served: the engine answers, makes progress, and nothing is shutting down. Looks at what the
         last heartbeat said, so that a probe never waits behind work."""
         reason = "shutting down" if service.draining else service.link.trouble
@@ -114,12 +138,9 @@ def _add_operations(app: FastAPI, service: GatewayService) -> None:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ready"})
 
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return PlainTextResponse(await service.metrics_text(), media_type=PROMETHEUS_TEXT)
 
-    async def version() -> Response:
-        return JSONResponse({"version": app.version})
-
-    app.add_api_route("/health/ready", ready, methods=["GET"])
-    app.add_api_route("/metrics", metrics, methods=["GET"])
-    app.add_api_route("/version", version, methods=["GET"])
+    routes.add_simple("GET", "/health/live", live)
+    routes.add_simple("GET", "/health/ready", ready)
+    routes.add_simple("GET", "/metrics", metrics)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.deployments.protocol import logprobs as lp
-from shoal.deployments.protocol.responses import Envelope, Usage
+from shoal.deployments.protocol.responses import FRAMED, Envelope, Frame, Usage
 from shoal.deployments.streams import merge
 from shoal.model_shards.engine.plan import TokenLogprobs
 from shoal.model_shards.engine.request import RequestDelta
@@ -32,10 +32,28 @@ class Format(ABC):
     def __init__(self, envelope: Envelope, stream_usage: StreamUsage) -> None:
         self._envelope = envelope
         self._stream_usage = stream_usage
+        self._frames: dict[int, Frame] = {}
+        """Choice -> the frame of its plain chunks, once it has begun; empty where a chunk shows more than text."""
+
+    @property
+    def shows_progress(self) -> bool:
+        """`events` needs the usage so far."""
+        return self._stream_usage.continuous
+
+    def events(self, updates: dict[int, RequestDelta], usage: Usage | None) -> bytes:
+        """The SSE events of what is new, by choice; maybe none. `usage` may be None unless `shows_progress`."""
+        parts = []
+        for index, delta in updates.items():
+            frame = self._frames.get(index)
+            if frame is None or delta.finish_reason is not None:
+                return self._any_events(updates, usage)
+            if delta.text:
+                parts.append(frame.around(delta.text))
+        return b"".join(parts)
 
     @abstractmethod
-    def events(self, updates: dict[int, RequestDelta], usage: Usage) -> bytes:
-        """The SSE events of what is new, by choice; maybe none."""
+    def _any_events(self, updates: dict[int, RequestDelta], usage: Usage | None) -> bytes:
+        """`events`, whatever is in the updates."""
 
     @abstractmethod
     def body(self, outputs: dict[int, RequestDelta], usage: Usage) -> dict[str, Any]:
@@ -45,12 +63,17 @@ class Format(ABC):
         """What follows the last chunk of a stream."""
         return self._envelope.chunk((), usage=usage) if self._stream_usage.final else b""
 
-    def _chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
+    def _chunk(self, choice: dict[str, Any], usage: Usage | None) -> bytes:
+        return self._envelope.chunk((choice,), **self._chunk_usage(usage))
+
+    def _begin_frame(self, index: int, choice: dict[str, Any]) -> None:
+        if not self._stream_usage.continuous:
+            self._frames[index] = self._envelope.frame(choice, **self._chunk_usage(None))
+
+    def _chunk_usage(self, usage: Usage | None) -> dict[str, Usage | None]:
         if self._stream_usage.continuous:
-            return self._envelope.chunk((choice,), usage=usage)
-        if self._stream_usage.final:
-            return self._envelope.chunk((choice,), usage=None)
-        return self._envelope.chunk((choice,))
+            return {"usage": usage}
+        return {"usage": None} if self._stream_usage.final else {}
 
 
 class ChatFormat(Format):
@@ -68,11 +91,13 @@ class ChatFormat(Format):
         self._wants_logprobs, self._wants_prompt_logprobs = wants_logprobs, wants_prompt_logprobs
         self._introduced: set[int] = set()
 
-    def events(self, updates: dict[int, RequestDelta], usage: Usage) -> bytes:
+    def _any_events(self, updates: dict[int, RequestDelta], usage: Usage | None) -> bytes:
         parts = []
         for index, delta in updates.items():
             if index not in self._introduced:
                 self._introduced.add(index)
+                if not self._wants_logprobs:
+                    self._begin_frame(index, _chat_chunk(index, {"content": FRAMED}, None, None))
                 role = {"role": "assistant", "content": "", "refusal": None}
                 parts.append(self._chunk(_chat_chunk(index, role, None, None), usage))
             if delta.text or delta.logprobs:
@@ -144,16 +169,18 @@ class TextFormat(Format):
         self._early: dict[int, RequestDelta] = {}
         """Deltas of other choices that came before the scores which their chunk begins with."""
 
-    def events(self, updates: dict[int, RequestDelta], usage: Usage) -> bytes:
+    def _any_events(self, updates: dict[int, RequestDelta], usage: Usage | None) -> bytes:
         self._note_scores(updates)
         waiting, self._early = self._early, {}
         parts = []
         for index in sorted(updates.keys() | waiting.keys()):
             deltas = [source[index] for source in (waiting, updates) if index in source]
-            delta = deltas[0] if len(deltas) == 1 else merge(*deltas)
+            delta = merge(deltas)
             if self._must_wait(index):
                 self._early[index] = delta
                 continue
+            if not self._options.logprobs and index not in self._begun:
+                self._begin_frame(index, _text_choice(index, FRAMED, None, None))
             text, logprobs = self._content(index, delta)
             if text or logprobs is not None:
                 parts.append(self._chunk(_text_choice(index, text, logprobs, None), usage))

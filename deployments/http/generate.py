@@ -6,14 +6,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from shoal.deployments.generation import Generation
 from shoal.deployments.http.body import read_json
-from shoal.deployments.http.disconnect import until_disconnect
+from shoal.deployments.http.disconnect import ClientWatch
 from shoal.deployments.http.formats import ChatFormat, EchoedPrompt, Format, StreamUsage, TextFormat, TextOptions
-from shoal.deployments.http.requests import RequestContext
+from shoal.deployments.http.requests import Exchange
 from shoal.deployments.http.sse import EventStreamResponse, generation_events
 from shoal.deployments.protocol.chat import ChatCompletionRequest
 from shoal.deployments.protocol.completions import CompletionRequest
@@ -37,8 +36,8 @@ class _Answer:
     layout: Format
 
 
-async def chat_completions(service: GatewayService, request: Request) -> Response:
-    body = await _read(service, request, ChatCompletionRequest)
+async def chat_completions(service: GatewayService, exchange: Exchange) -> None:
+    body = await _read(service, exchange, ChatCompletionRequest)
     body.check()
 
     async def start() -> _Answer:
@@ -53,11 +52,11 @@ async def chat_completions(service: GatewayService, request: Request) -> Respons
         )
         return _Answer(await service.start_chat(body), layout)
 
-    return await _answer(service, request, body.streams, start)
+    await _answer(service, exchange, body.streams, start)
 
 
-async def completions(service: GatewayService, request: Request) -> Response:
-    body = await _read(service, request, CompletionRequest)
+async def completions(service: GatewayService, exchange: Exchange) -> None:
+    body = await _read(service, exchange, CompletionRequest)
     body.check()
 
     async def start() -> _Answer:
@@ -77,15 +76,16 @@ async def completions(service: GatewayService, request: Request) -> Response:
         envelope = _envelope(service, "cmpl", (TEXT_OBJECT, TEXT_OBJECT))
         return _Answer(generation, TextFormat(envelope, _stream_usage(body), options))
 
-    return await _answer(service, request, body.streams, start)
+    await _answer(service, exchange, body.streams, start)
 
 
-async def _read(service: GatewayService, request: Request, model: type[Any]) -> Any:
+async def _read(service: GatewayService, exchange: Exchange, model: type[Any]) -> Any:
     """The checked body, of a model that is served here, when requests can be served at all."""
     limits = service.config.limits
-    body = parse_body(model, await read_json(request, limits), limits)
+    body = parse_body(model, await read_json(exchange.request, limits), limits)
     service.check_ready()
     service.check_model(body.model)
+    exchange.context.mark("parsed")
     return body
 
 
@@ -105,58 +105,52 @@ def _stream_usage(body: GenerationFields) -> StreamUsage:
 
 
 async def _answer(
-    service: GatewayService, request: Request, streams: bool, start: Callable[[], Awaitable[_Answer]]
-) -> Response:
+    service: GatewayService, exchange: Exchange, streams: bool, start: Callable[[], Awaitable[_Answer]]
+) -> None:
     """Both modes watch for a client that hangs up, from here to the last byte."""
-    context: RequestContext = request.state.context
-    context.facts["stream"] = streams
-    work = _open_stream(service, request, start) if streams else _whole(service, request, start)
-    return await until_disconnect(request.receive, work)
+    exchange.context.facts["stream"] = streams
+    async with ClientWatch(exchange.receive, service.config.write_timeout_s) as watch:
+        answer = await start()
+        exchange.context.mark("accepted")
+        try:
+            if streams:
+                await _stream(service, exchange, answer, watch)
+            else:
+                await _whole(service, exchange, answer)
+        finally:
+            answer.generation.close()
+            _note_usage(exchange, answer.generation)
 
 
-async def _whole(service: GatewayService, request: Request, start: Callable[[], Awaitable[_Answer]]) -> Response:
-    answer = await start()
+async def _whole(service: GatewayService, exchange: Exchange, answer: _Answer) -> None:
     outputs: dict[int, RequestDelta] = {}
-    first_token = _first_token(service, request)
-    with answer.generation as generation:
-        async for updates in generation.updates():
-            for choice, delta in updates.items():
-                first_token()
-                outputs[choice] = merge(outputs[choice], delta) if choice in outputs else delta
-    _note_usage(request, generation)
-    return JSONResponse(answer.layout.body(outputs, generation.usage))
+    generation = answer.generation
+    async for updates in generation.updates():
+        if updates and not outputs:
+            _first_token(service, exchange)
+            generation.be_patient()
+        for choice, delta in updates.items():
+            outputs[choice] = merge((outputs[choice], delta)) if choice in outputs else delta
+    await exchange.respond(JSONResponse(answer.layout.body(outputs, generation.usage)))
 
 
-async def _open_stream(service: GatewayService, request: Request, start: Callable[[], Awaitable[_Answer]]) -> Response:
+async def _stream(service: GatewayService, exchange: Exchange, answer: _Answer, watch: ClientWatch) -> None:
     """Waits for the first event before it answers, so that an early failure still has its HTTP status."""
-    answer = await start()
-    events = generation_events(answer.generation, answer.layout, _first_token(service, request))
+    events = generation_events(answer.generation, answer.layout, lambda: _first_token(service, exchange))
     try:
         first = await anext(events)
-    except BaseException:
-        answer.generation.close()
-        raise
-
-    def done() -> None:
-        _note_usage(request, answer.generation)
-
-    return EventStreamResponse(first, events, service.config.write_timeout_s, done)
+        await exchange.respond(EventStreamResponse(first, events, watch))
+    finally:
+        await events.aclose()
 
 
-def _first_token(service: GatewayService, request: Request) -> Callable[[], None]:
-    """To be called with each delta; records the first."""
-    context: RequestContext = request.state.context
-
-    def record() -> None:
-        if "first_token_s" not in context.facts:
-            context.facts["first_token_s"] = round(context.elapsed_s, 6)
-            route = request.scope["route"].path
-            service.metrics.observe("shoal_http_first_token_seconds", (context.elapsed_s,), (route,))
-
-    return record
+def _first_token(service: GatewayService, exchange: Exchange) -> None:
+    context = exchange.context
+    context.mark("first_token")
+    service.metrics.observe("shoal_http_first_token_seconds", (context.elapsed_s,), (context.route,))
 
 
-def _note_usage(request: Request, generation: Generation) -> None:
-    usage, facts = generation.usage, request.state.context.facts
+def _note_usage(exchange: Exchange, generation: Generation) -> None:
+    usage, facts = generation.usage, exchange.context.facts
     facts["prompt_tokens"], facts["completion_tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
     facts["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]

@@ -11,7 +11,9 @@ import uuid
 from contextlib import suppress
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.configs.errors import ShoalError
 from shoal.deployments.http.body import ClientGoneError
@@ -58,14 +60,42 @@ class RequestContext:
         self.request_id = request_id
         self.started_at = time.monotonic()
         self.facts: dict[str, Any] = {}
+        self.route = "unknown"
+        """The route's pattern: a label must not take values that clients choose."""
+        self.status = 0
+        """Of the answer that has begun."""
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_at
 
+    def mark(self, stage: str) -> None:
+        """Notes when a stage was reached."""
+        self.facts[f"{stage}_s"] = round(self.elapsed_s, 6)
+
+
+class Exchange:
+    """One request, and the way to answer it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.request = Request(scope, receive)
+        self.context: RequestContext = scope["state"]["context"]
+        self._send = send
+
+    @property
+    def receive(self) -> Receive:
+        return self.request.receive
+
+    async def respond(self, response: Response) -> None:
+        """Sends the answer, to its last byte."""
+        self.context.status = response.status_code
+        response.raw_headers.append((b"x-request-id", self.context.request_id.encode()))
+        # `send` goes to the response as it came: what a stream writes passes through nothing of ours.
+        await response(self.request.scope, self.request.receive, self._send)
+
 
 class RequestMiddleware:
-    """Pure ASGI: nothing stands between a stream and its socket but one function call."""
+    """Around the whole app, once a request: nothing here is called for a chunk of a stream."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, in_flight: InFlight) -> None:
         self._app = app
@@ -79,48 +109,39 @@ class RequestMiddleware:
         context = RequestContext(_request_id(scope))
         scope.setdefault("state", {})["context"] = context
         token = request_id_var.set(context.request_id)
-        status = 0
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", context.request_id.encode())]
-                message = {**message, "headers": headers}
-            await send(message)
-
         # A load balancer that asks for our health all the time must not hold up a shutdown.
         counts = not scope["path"].endswith(tuple(_QUIET_ROUTES))
         if counts:
             self._in_flight.enter()
         self._metrics.add("shoal_http_requests_in_flight", 1)
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send)
         except (ClientGoneError, asyncio.CancelledError) as gone:
-            status = CLIENT_CLOSED_REQUEST
-            self._metrics.add("shoal_client_disconnects_total", 1, (_route(scope),))
+            context.status = CLIENT_CLOSED_REQUEST
+            self._metrics.add("shoal_client_disconnects_total", 1, (context.route,))
             if isinstance(gone, asyncio.CancelledError):
                 # How Serve's proxies tell of a client that has hung up.
                 raise
         except Exception as error:
             if not isinstance(error, ShoalError):
                 logger.exception("a request failed")
-            if status == 0:
-                await error_response(error)(scope, receive, send_with_id)
+            if context.status == 0:
+                await Exchange(scope, receive, send).respond(error_response(error))
         finally:
             if counts:
                 self._in_flight.leave()
-            self._finish(scope, context, status or CLIENT_CLOSED_REQUEST)
+            self._finish(context)
             request_id_var.reset(token)
 
-    def _finish(self, scope: Scope, context: RequestContext, status: int) -> None:
-        route, metrics = _route(scope), self._metrics
+    def _finish(self, context: RequestContext) -> None:
+        route, status, metrics = context.route, context.status or CLIENT_CLOSED_REQUEST, self._metrics
         metrics.add("shoal_http_requests_in_flight", -1)
         metrics.add("shoal_http_requests_total", 1, (route, str(status)))
         metrics.observe("shoal_http_request_seconds", (context.elapsed_s,), (route,))
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
-        line = {"route": route, "status": status, "seconds": round(context.elapsed_s, 6), **context.facts}
-        access_log.log(level, "request", extra=line)
+        if access_log.isEnabledFor(level):
+            line = {"route": route, "status": status, "seconds": round(context.elapsed_s, 6), **context.facts}
+            access_log.log(level, "request", extra=line)
 
 
 def _request_id(scope: Scope) -> str:
@@ -131,8 +152,3 @@ def _request_id(scope: Scope) -> str:
             if _ACCEPTABLE_ID.fullmatch(given):
                 return str(given)
     return uuid.uuid4().hex
-
-
-def _route(scope: Scope) -> str:
-    """The route's pattern: a label must not take values that clients choose."""
-    return getattr(scope.get("route"), "path", "unknown")

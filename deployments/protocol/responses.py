@@ -6,11 +6,15 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any, NotRequired, TypedDict
 
 CHAT_OBJECT, CHAT_CHUNK_OBJECT = "chat.completion", "chat.completion.chunk"
 TEXT_OBJECT = "text_completion"
 DONE_EVENT = b"data: [DONE]\n\n"
+FRAMED = "<text>"
+"""Stands for the text in the chunk that `Envelope.frame` is given; nothing of a client's comes after it there."""
 
 
 class PromptTokensDetails(TypedDict):
@@ -55,9 +59,19 @@ def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
     )
 
 
-def dumps(value: Any) -> str:
-    """Compact JSON; a NaN or infinity here is our bug and raises."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+"""Compact JSON; a NaN or infinity here is our bug and raises. (`json.dumps` would make an encoder for every call.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The bytes of an event around the one string that differs from chunk to chunk."""
+
+    head: bytes
+    tail: bytes
+
+    def around(self, text: str) -> bytes:
+        return self.head + encode_basestring(text).encode() + self.tail
 
 
 class Envelope:
@@ -74,6 +88,11 @@ class Envelope:
         """One SSE event."""
         tail = "".join(f',"{name}":{dumps(value)}' for name, value in more.items())
         return f'data: {self._chunk_head},"choices":{dumps(choices)}{tail}}}\n\n'.encode()
+
+    def frame(self, choice: dict[str, Any], **more: Any) -> Frame:
+        """Of chunks like the one with this choice, in which a string is `FRAMED`."""
+        head, _, tail = self.chunk((choice,), **more).rpartition(dumps(FRAMED).encode())
+        return Frame(head, tail)
 
     def body(self, choices: Sequence[dict[str, Any]], usage: Usage, **more: Any) -> dict[str, Any]:
         head = {"id": self._id, "object": self._whole, **self._fields}

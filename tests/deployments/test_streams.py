@@ -24,21 +24,42 @@ def delta(text: str, *, index: int = 0, done: bool = False, request: str = "r") 
 
 
 def test_two_deltas_merge_to_what_both_say() -> None:
-    merged = merge(delta("ab"), delta("cde", done=True))
+    merged = merge([delta("ab"), delta("cde", done=True)])
     assert (merged.text, merged.token_ids, merged.finish_reason) == ("abcde", [2, 3], FinishReason.STOP)
     assert len(merged.logprobs) == 2
 
 
-async def test_a_reader_that_lags_finds_one_delta_a_choice() -> None:
+async def test_a_reader_that_lags_finds_few_deltas_a_choice() -> None:
     stream = RequestStream()
-    for word in ("a", "b", "c"):
-        stream.push(0, RequestDelta("r", 0, word))
-        stream.push(1, RequestDelta("r", 1, word.upper()))
-    assert {choice: [item.text for item in items] for choice, items in (await stream.next(1.0)).items()} == {
-        0: ["abc"],
-        1: ["ABC"],
-    }
+    for number in range(1000):
+        stream.push(0, RequestDelta("r", 0, f"{number},", [number], num_output_tokens=number + 1))
+        stream.push(1, RequestDelta("r", 1, "x"))
+    pending = await stream.next(1.0)
+    assert len(pending[0]) < 40
+    merged = merge(pending[0])
+    assert merged.text == "".join(f"{number}," for number in range(1000))
+    assert (merged.token_ids, merged.num_output_tokens) == (list(range(1000)), 1000)
+    assert merge(pending[1]).text == "x" * 1000
     assert await stream.next(0.01) == {}
+
+
+async def test_a_patient_reader_is_woken_by_ends_and_errors_only() -> None:
+    stream = RequestStream()
+    stream.be_patient()
+    stream.push(0, RequestDelta("r", 0, "a"))
+    assert await stream.next(0.01) == {}
+    reading = asyncio.create_task(stream.next(5.0))
+    await asyncio.sleep(0)
+    stream.push(0, RequestDelta("r", 0, "b"))
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    stream.push(0, RequestDelta("r", 0, "c", finish_reason=FinishReason.STOP))
+    assert merge((await reading)[0]).text == "abc"
+    stream.push(1, RequestDelta("r", 1, "d"))
+    stream.fail(EngineDeadError("gone"))
+    assert (await stream.next(1.0))[1][0].text == "d"
+    with pytest.raises(EngineDeadError):
+        await stream.next(1.0)
 
 
 async def test_deltas_with_logprobs_stay_apart() -> None:
