@@ -123,8 +123,8 @@ class ModelRunner:
     def _logits(
         self, hidden: torch.Tensor, rows: torch.Tensor | None = None
     ) -> Iterator[tuple[slice, torch.Tensor | None]]:
-        """(which of `rows`, or of all of `hidden`; their logits) in pieces of bounded size. The logits are None on ranks
-        that do not sample."""
+        """(which of `rows`, or of all of `hidden`; their logits) in pieces of bounded size. The logits are None where
+        this rank does not sample."""
         count = len(hidden if rows is None else rows)
         for start in range(0, count, self._rows_per_piece):
             piece = slice(start, min(start + self._rows_per_piece, count))

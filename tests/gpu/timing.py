@@ -80,7 +80,7 @@ class _Work:
 
 def run_timings(device: torch.device, stopwatch: Stopwatch, *, small: bool) -> tuple[Roofs, list[Timing]]:
     ops = TritonOps(device, DTYPE)
-    roofs = _measure_roofs(device, stopwatch, small)
+    roofs = measure_roofs(device, stopwatch, small)
     timings = []
     for group in (_decodes(ops, device, small), _prefills(ops, device, small), _rows(ops, device, small)):
         for work in group:
@@ -93,7 +93,8 @@ def run_timings(device: torch.device, stopwatch: Stopwatch, *, small: bool) -> t
     return roofs, timings
 
 
-def _measure_roofs(device: torch.device, stopwatch: Stopwatch, small: bool) -> Roofs:
+def measure_roofs(device: torch.device, stopwatch: Stopwatch, small: bool) -> Roofs:
+    """What fractions are of. Measured anew wherever something is timed."""
     source = torch.empty(2**10 if small else 2**31, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_ms = stopwatch.ms(lambda: target.copy_(source))
