@@ -53,6 +53,8 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    num_following: int
+    """Those of the waiting ones whose prefix a running sequence is computing."""
     waiting_prompt_tokens: int
     num_live_requests: int
     kv_blocks: int
@@ -174,6 +176,7 @@ class Engine:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_following=scheduler.num_following,
             waiting_prompt_tokens=self._gate.waiting_tokens,
             num_live_requests=self._gate.num_live,
             kv_blocks=kv.num_total_blocks,
@@ -244,6 +247,7 @@ class Engine:
         self._record(step, step_s)
 
     def _record(self, step: _Step, step_s: float) -> None:
+        scheduler = self._scheduler
         prefilled = sum(chunk.num_tokens for chunk in step.plan.chunks if chunk.num_tokens > 1)
         if prefilled:
             gate = self._gate
@@ -252,12 +256,16 @@ class Engine:
         self._metrics.step(
             StepStats(
                 num_tokens=step.plan.num_tokens,
+                num_prompt_tokens=prefilled,
                 num_sequences=len(step.plan.chunks),
-                num_running=self._scheduler.num_running,
-                num_waiting=self._scheduler.num_waiting,
-                kv_usage=self._scheduler.kv.usage,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_following=scheduler.num_following,
+                kv_usage=scheduler.kv.usage,
                 step_s=step_s,
-                preemptions_total=self._scheduler.counters.preemptions,
+                expected_s=scheduler.expected_step_s,
+                preemptions_total=scheduler.counters.preemptions,
+                kv_evictions_total=scheduler.kv.num_evictions,
             )
         )
 

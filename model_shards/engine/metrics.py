@@ -18,15 +18,23 @@ class StepStats:
 
     num_tokens: int
     """Rows of the forward pass: prompt tokens and decodes."""
+    num_prompt_tokens: int
+    """Those of them in pieces of prompts."""
     num_sequences: int
     """Sequences in the step (the batch size)."""
     num_running: int
     num_waiting: int
+    num_following: int
+    """The waiting sequences whose prefix a running one is computing."""
     kv_usage: float
     """Share of the KV pool owned by sequences, 0 .. 1."""
     step_s: float
     """From submission to result."""
+    expected_s: float | None
+    """What `step_s` was expected to be; None where steps are not bounded in time."""
     preemptions_total: int
+    kv_evictions_total: int
+    """Cached KV blocks overwritten because room was needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,6 @@ class StepPacer:
             return None
         return TimeAllowance(self.target_s - self._cost.predict(shape), *self._cost.price_of_prompt())
 
-    def predict(self, shape: StepShape) -> float:
-        """Seconds."""
-        return self._cost.predict(shape)
-
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long."""
-        self._cost.observe(shape, seconds)
+    def observe(self, shape: StepShape, seconds: float) -> float:
+        """A step of this shape took so long. Returns how long was expected."""
+        return self._cost.observe(shape, seconds)

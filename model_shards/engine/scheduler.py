@@ -45,6 +45,8 @@ class Scheduler:
         self.settings = settings
         self.kv = kv
         self.counters = SchedulerCounters()
+        self.expected_step_s: float | None = None
+        """How long the step committed last was expected to take; None where nothing is expected."""
         self._pacer = pacer
         self._roster = Roster(kv, policy, self.counters)
         self._planner = Planner(settings, kv, policy, pacer, self._roster, self.counters)
@@ -66,9 +68,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Those included that wait for another's prefix."""
         # Another thread may ask between two changes.
         return max(0, len(self._roster.live) - len(self._roster.running))
+
+    @property
+    def num_following(self) -> int:
+        """Those of the waiting ones whose prefix a running sequence is computing."""
+        return len(self._roster.followers)
 
     def request_of(self, seq_id: int) -> Request:
         """Of a live sequence."""
@@ -110,7 +116,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan.step_id == output.step_id, "steps must be committed in the order they were planned"
         if self._pacer is not None and step_s is not None:
-            self._pacer.observe(step.shape, step_s)
+            self.expected_step_s = self._pacer.observe(step.shape, step_s)
         columns = {seq_id: column for column, seq_id in enumerate(output.seq_ids)}
         updates = []
         for planned in step.chunks:

@@ -223,3 +223,41 @@ def test_blocks_of_a_sequence_that_failed_are_matched_by_nobody() -> None:
         manager.free(seq_id)
     manager.check_integrity()
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (manager.num_total_blocks, 3)
+
+
+def test_what_is_announced_is_in_the_making_until_it_is_committed_or_freed() -> None:
+    manager = manager_of()
+    tokens = list(range(14))
+    chain = manager.prefix_chain()
+    assert manager.prefix_in_the_making(tokens, chain) is None
+    manager.start(1, tokens)
+    manager.allocate(1, 14)
+    manager.announce(1, tokens)
+    assert manager.prefix_in_the_making([*tokens, 0], chain) == (1, 12)
+    assert manager.prefix_in_the_making(tokens[:8], manager.prefix_chain()) == (1, 4)  # never the last token
+    assert manager.prefix_in_the_making([*tokens[:9], 50, 51], manager.prefix_chain()) == (1, 8)
+    assert manager.prefix_in_the_making([50, *tokens], manager.prefix_chain()) is None
+    assert manager.prefix_in_the_making(tokens, manager.prefix_chain("salt")) is None
+    manager.commit(1, tokens, 8)
+    assert manager.prefix_in_the_making([*tokens, 0], chain) == (1, 12)
+    assert manager.prefix_in_the_making([*tokens[:9], 50, 51], manager.prefix_chain()) is None
+    manager.check_integrity()
+    manager.free(1)
+    assert manager.prefix_in_the_making([*tokens, 0], chain) is None
+    assert manager.start(2, tokens, chain) == 8
+    manager.check_integrity()
+
+
+def test_of_two_makers_the_first_is_named_and_the_other_when_it_has_gone_is_not() -> None:
+    manager = manager_of()
+    tokens = list(range(9))
+    for seq_id in (1, 2):
+        manager.start(seq_id, tokens)
+        manager.allocate(seq_id, 9)
+        manager.announce(seq_id, tokens)
+    assert manager.prefix_in_the_making(tokens, manager.prefix_chain()) == (1, 8)
+    manager.free(2)
+    assert manager.prefix_in_the_making(tokens, manager.prefix_chain()) == (1, 8)
+    manager.commit(1, tokens, 9)
+    assert manager.prefix_in_the_making(tokens, manager.prefix_chain()) is None
+    manager.check_integrity()

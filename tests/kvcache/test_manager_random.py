@@ -34,7 +34,7 @@ class Driver:
         self.counts: Counter[str] = Counter()
 
     def step(self) -> None:
-        operations = [self.start, *[self.advance] * 12, self.fork, self.fork, self.free, self.free]
+        operations = [self.start, *[self.advance] * 12, self.fork, self.fork, self.follow, self.free, self.free]
         self.random.choice(operations)()
 
     def start(self) -> None:
@@ -51,6 +51,8 @@ class Driver:
         assert use_cache or cached == 0
         reference.contents = self.values(reference, 0, cached)
         self.sequences[seq_id] = reference
+        if self.random.random() < 0.5:
+            self.manager.announce(seq_id, tokens)
         self.counts["hits"] += cached > 0
         self.counts["revived"] += self.manager.num_free_blocks < free
         self.check_contents(seq_id)
@@ -115,6 +117,21 @@ class Driver:
         self.counts["forks"] += 1
         self.check_contents(child_id)
 
+    def follow(self) -> None:
+        """Who is said to be making a prefix has it among its tokens, under the same salt, and has not computed it."""
+        seq_id = self.pick()
+        stem = [] if seq_id is None else self.sequences[seq_id].tokens[: self.random.randrange(25)]
+        tokens = [*stem, *(self.random.randrange(2) for _ in range(self.random.randrange(1, 9)))]
+        salt = self.random.choice("ab")
+        found = self.manager.prefix_in_the_making(tokens, self.manager.prefix_chain(salt))
+        if found is not None:
+            maker, shared = self.sequences[found[0]], found[1]
+            assert maker.salt == salt
+            assert shared % BLOCK == 0
+            assert maker.tokens[:shared] == tokens[:shared]
+            assert len(maker.contents) < shared < len(tokens)
+            self.counts["followed"] += 1
+
     def free(self) -> None:
         seq_id = self.pick()
         if seq_id is not None:
@@ -158,7 +175,7 @@ def test_random_operations_keep_contents_references_and_ledger_exact(seed: int) 
         driver.step()
         if operation % 50 == 0:
             driver.check_all()
-    interesting = ("hits", "revived", "short", "forks", "fork refused")
+    interesting = ("hits", "revived", "short", "forks", "fork refused", "followed")
     assert all(driver.counts[what] > 100 for what in interesting), driver.counts
     assert driver.manager.num_evictions > 100
     for seq_id in list(driver.sequences):

@@ -53,6 +53,12 @@ def kit() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def sim() -> ModuleType:
+    """The helpers of `engine/simulation.py`: the real scheduler on a simulated machine."""
+    return _module(Path(__file__).parent / "engine" / "simulation.py")
+
+
+@pytest.fixture(scope="session")
 def gguf_writing() -> ModuleType:
     """The helpers of `weights/tiny_gguf.py`."""
     return _module(Path(__file__).parent / "weights" / "tiny_gguf.py")

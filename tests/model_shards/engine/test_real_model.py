@@ -13,6 +13,7 @@ import torch
 from shoal.kvcache.manager import KVCacheManager
 from shoal.model_shards.engine.admission import AdmissionLimits
 from shoal.model_shards.engine.engine import Engine, EngineSettings
+from shoal.model_shards.engine.pacing import StepPacer
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
 from shoal.model_shards.engine.policy import FirstComeFirstServed
 from shoal.model_shards.engine.request import Request
@@ -89,14 +90,22 @@ class Lab:
         self.kit, self.executor, self.tokenizer = kit, executor, tokenizer
         self.engines: list[Engine] = []
 
-    def engine(self, *, num_blocks: int = NUM_BLOCKS, chunk: int | None = None, max_num_seqs: int = 64) -> Engine:
+    def engine(
+        self,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        chunk: int | None = None,
+        max_num_seqs: int = 64,
+        target_s: float | None = None,
+    ) -> Engine:
         """A cold cache, and nothing else on the ranks."""
         self.stop()
         settings = SchedulerSettings(
             max_num_seqs, 512, 512, frozenset(self.tokenizer.eos_token_ids), prefill_chunk_size=chunk
         )
         kv = KVCacheManager(num_blocks + 1, BLOCK_SIZE)
-        scheduler = Scheduler(settings, kv, FirstComeFirstServed())
+        pacer = None if target_s is None else StepPacer(target_s)
+        scheduler = Scheduler(settings, kv, FirstComeFirstServed(), pacer)
         options = EngineSettings("smollm2-135m", AdmissionLimits(1000, 1_000_000), 120.0)
         engine = Engine(_Borrowed(self.executor), scheduler, self.tokenizer, options)
         engine.start()
@@ -161,6 +170,27 @@ def test_greedy_is_the_same_for_all_chunk_sizes(lab: Lab, ask: Callable[..., Req
     whole = lab.tokens(lab.engine(), requests)
     for chunk in (1, 7, 16, 64):
         assert lab.tokens(lab.engine(chunk=chunk), requests) == whole
+
+
+def test_greedy_is_the_same_however_short_steps_are_to_be(lab: Lab, ask: Callable[..., Request]) -> None:
+    """Pieces of prompts come in whatever sizes the clock says."""
+    requests = [ask(i, max_tokens=4 + 3 * i) for i in range(6)]
+    whole = lab.tokens(lab.engine(), requests)
+    for target_s in (1e-6, 0.06):
+        engine = lab.engine(target_s=target_s, max_num_seqs=3)
+        assert lab.tokens(engine, requests) == whole
+
+
+def test_greedy_is_the_same_when_prompts_follow_each_other(lab: Lab, tokenizer: Tokenizer) -> None:
+    shared = tokenizer.encode(" ".join(TOPICS * 3))
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    requests = [Request(str(i), [*shared, *tokenizer.encode(f" {topic}")], params, 0) for i, topic in enumerate(TOPICS)]
+    together = lab.engine(chunk=32)
+    sink = lab.run(together, requests[:8])
+    cached = [sink.of(request.request_id)[-1].num_cached_tokens for request in requests[:8]]
+    assert sorted(cached) == [0] + [len(shared) // BLOCK_SIZE * BLOCK_SIZE] * 7
+    for request in requests[:8:3]:
+        assert lab.run(lab.engine(), [request]).tokens(request.request_id) == sink.tokens(request.request_id)
 
 
 def test_greedy_is_the_same_cold_and_from_the_prefix_cache(lab: Lab, ask: Callable[..., Request]) -> None:
