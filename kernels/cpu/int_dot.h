@@ -33,6 +33,14 @@ SHOAL_INLINE void store_as(void* p, V v) {
     std::memcpy(p, &v, sizeof(V));
 }
 
+// v in a register, computed here: the compiler can neither move the sum to another place nor regroup its terms.
+SHOAL_INLINE shorts16 pinned(shorts16 v) {
+#if defined(__AVX2__)
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
 SHOAL_INLINE floats8 splat8(float x) { return x - floats8{}; }
 
 // The four bytes at p in every lane.

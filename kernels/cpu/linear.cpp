@@ -4,13 +4,13 @@
 // alone or in a tile, and a partial sum stored between blocks of K is exact. So a row's result is the same bits
 // whatever else is in the batch.
 
-#include <algorithm>
 #include <array>
 #include <utility>
 
 #include "parallel.h"
 #include "replay.h"
 #include "tile.h"
+#include "tiles.h"
 
 namespace shoal {
 namespace {
@@ -20,8 +20,6 @@ constexpr i64 MC = 96;                       // rows of a block, at most: their 
 constexpr i64 L2_FLOATS = 96 << 10;          // activations of a block, at most: they stay in L2 for all panels
 constexpr i64 AHEAD = 2 << 10;               // bytes of a panel fetched before they are needed
 constexpr i64 WAKE_BYTES = 64 << 10;         // weights one thread reads in the time another needs to wake up
-
-constexpr i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
 template <class W>
 using Multiply = void (*)(Rows, const Weights<W>&, i64, float*);
@@ -61,15 +59,6 @@ struct Output {
     }
 };
 
-// Rows in tiles as even as possible: 32 rows are 2 * 6 + 4 * 5, for no row is padded and few sums do not hide the
-// latency of a multiply-add.
-struct Tiles {
-    i64 count, size, larger;  // the first `larger` tiles have one row more than `size`
-
-    explicit Tiles(i64 rows) : count(ceil_div(rows, MR)), size(rows / count), larger(rows % count) {}
-    i64 first_row(i64 tile) const { return tile * size + std::min(tile, larger); }
-};
-
 template <class W>
 struct Linear {
     Rows x;
@@ -104,7 +93,7 @@ struct Linear {
 
     // Blocks of rows whose activations stay in L2, for one panel after the other.
     void many_tiles() const {
-        Tiles tiles(rows);
+        Tiles tiles(rows, MR);
         i64 most = std::max<i64>(1, std::min(MC, L2_FLOATS / depth) / MR), blocks = ceil_div(tiles.count, most);
         parallel_ranges(blocks * panels, threads, [&](i64 begin, i64 end) {
             for (i64 i = begin; i < end; i++) {

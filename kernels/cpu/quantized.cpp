@@ -4,63 +4,24 @@
 // a group are summed exactly in integers; groups are added in ascending order by fp32 multiply-adds in the lane of
 // their output. That is the arithmetic for every number of rows: a row's result is the same bits whatever else is in
 // the batch.
-//
-// A panel holds PANEL outputs; each group of it is
-//
-//     | quants | PANEL fp16 scales | PANEL fp16 minima (INT4_MIN only) |
-//
-// A vector of quants serves eight outputs, four neighbouring K each, which one broadcast of four activations meets. At 4
-// bits its low nibbles belong to the panel's first eight outputs, its high nibbles to the last; at 8 bits two vectors
-// follow one another.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <utility>
 
-#include "int_dot.h"
+#include "int_tile.h"
 #include "parallel.h"
 #include "replay.h"
+#include "tiles.h"
 
 namespace shoal {
 namespace {
 
-enum Format {  // what a quant q stands for, with its group's scale d and minimum m
-    INT4,      // d * (q - 8), q in [0, 15]
-    INT4_MIN,  // d * q + m, q in [0, 15]
-    INT8,      // d * q, q in [-128, 127]
-};
-
-constexpr int PANEL = 2 * LANES;
-constexpr int GROUP = 32;
-constexpr int STEPS = GROUP / 4;                   // of four K
-constexpr int MAX_ROWS = REGISTERS == 32 ? 6 : 4;  // of a register tile
-constexpr i64 ROW_BLOCK = 96;                      // rows that one task multiplies: their quants stay in L2
-constexpr i64 AHEAD = 2 << 10;                     // bytes that weights are fetched in advance
-constexpr i64 WAKE_BYTES = 64 << 10;               // weights one thread reads in the time another needs to wake up
-constexpr i64 WAKE_FLOATS = 16 << 10;              // activations, likewise, to be quantized
-
-constexpr i64 quant_bytes(int format) { return format == INT8 ? PANEL * GROUP : PANEL * GROUP / 2; }
-constexpr i64 group_bytes(int format) { return quant_bytes(format) + PANEL * (format == INT4_MIN ? 4 : 2); }
-
-// Rows of quantized activations. `extra` is what the format multiplies beside the products of quants: for INT4 the
-// integer 8 * sum(quants), to be taken off; for INT4_MIN scale * sum(quants), which meets the minima.
-union Extra {
-    std::int32_t integer;
-    float number;
-};
-
-struct Activations {
-    std::int8_t* quants;
-    float* scales;
-    Extra* extras;
-    i64 groups;  // a row
-
-    static i64 floats(i64 rows, i64 groups) { return rows * groups * (GROUP / 4 + 2); }
-    Activations(float* memory, i64 rows, i64 groups)
-        : quants(reinterpret_cast<std::int8_t*>(memory)),
-          scales(memory + rows * groups * (GROUP / 4)),
-          extras(reinterpret_cast<Extra*>(scales + rows * groups)),
-          groups(groups) {}
-};
+constexpr i64 MC = 96;                     // rows of a block, at most: their quants stay in L2, their sums in L1
+constexpr i64 AHEAD = 2 << 10;             // bytes that weights are fetched in advance
+constexpr i64 WAKE_BYTES = 64 << 10;       // weights one thread reads in the time another needs to wake up
+constexpr i64 WAKE_FLOATS = 16 << 10;      // activations, likewise, to be quantized
 
 typedef std::int8_t chars8 __attribute__((vector_size(8)));
 
@@ -87,119 +48,97 @@ void quantize_group(const float* x, std::int8_t* quants, float& scale, std::int3
     for (int i = 0; i < LANES; i++) total += sums[i];
 }
 
-void quantize_row(const float* x, i64 depth, int format, const Activations& to, i64 row) {
-    for (i64 g = 0; g < to.groups; g++) {
+void quantize_row(const float* x, i64 depth, int format, Activations* to) {
+    for (i64 k = 0; k < depth; k += GROUP, to++) {
         float padded[GROUP];
-        const float* from = x + g * GROUP;
-        if (i64 width = depth - g * GROUP; width < GROUP) {
+        const float* from = x + k;
+        if (i64 width = depth - k; width < GROUP) {
             std::fill(std::copy(from, from + width, padded), padded + GROUP, 0.0f);
             from = padded;
         }
-        i64 at = row * to.groups + g;
         std::int32_t total;
-        quantize_group(from, to.quants + at * GROUP, to.scales[at], total);
-        if (format == INT4) to.extras[at].integer = 8 * total;
-        else to.extras[at].number = to.scales[at] * static_cast<float>(total);
+        quantize_group(from, to->quants, to->scale, total);
+        if (format == INT4) to->extra.integer = (-8 * total) & 0xffff;  // begins one of the two sums of 16 bits
+        else to->extra.number = to->scale * static_cast<float>(total);
     }
 }
 
-// Products of one group, quants of ROWS activation rows that lie row_bytes apart: totals[row][half of the panel].
-template <int FORMAT, int ROWS>
-SHOAL_INLINE void multiply(const std::uint8_t* w, const std::int8_t* x, i64 row_bytes, ints8 (&totals)[ROWS][2]) {
-    // Unrolled further, GCC sums all products at the end, out of memory.
-    if constexpr (FORMAT == INT8) {
-        for (int r = 0; r < ROWS; r++) totals[r][0] = totals[r][1] = ints8{};
-#pragma GCC unroll 2
-        for (int s = 0; s < STEPS; s++) {
-            bytes32 first = load_as<bytes32>(w + s * 64), second = load_as<bytes32>(w + s * 64 + 32);
-            for (int r = 0; r < ROWS; r++) {
-                bytes32 four = quad(x + r * row_bytes + s * 4);
-                totals[r][0] += add_pairs(pairs_signed(first, four));
-                totals[r][1] += add_pairs(pairs_signed(second, four));
-            }
-        }
-    } else {
-        shorts16 sums[ROWS][2] = {};
-#pragma GCC unroll 2
-        for (int s = 0; s < STEPS; s++) {
-            bytes32 both = load_as<bytes32>(w + s * 32), first = low_nibbles(both), second = high_nibbles(both);
-            for (int r = 0; r < ROWS; r++) {
-                bytes32 four = quad(x + r * row_bytes + s * 4);
-                sums[r][0] += pairs_unsigned(first, four);
-                sums[r][1] += pairs_unsigned(second, four);
-            }
-        }
-        for (int r = 0; r < ROWS; r++)
-            for (int half = 0; half < 2; half++) totals[r][half] = add_pairs(sums[r][half]);
-    }
+using Multiply = void (*)(QuantizedRows, const QuantizedWeights&, i64, float*);
+
+template <int FORMAT, std::size_t... R>
+constexpr std::array<Multiply, sizeof...(R)> tiles_of(std::index_sequence<R...>) {
+    return {multiply_quantized<FORMAT, R + 1>...};
 }
+template <int FORMAT>
+constexpr auto TILES = tiles_of<FORMAT>(std::make_index_sequence<max_rows(FORMAT)>());  // of 1, 2, ... rows
 
 struct Output {
     float* data;
     i64 stride, columns;  // columns: outputs of the weight; the last panel may reach beyond
+
+    // sums [rows][PANEL] to column and those that follow, as far as there are any.
+    void write(const float* sums, i64 row, i64 rows, i64 column) const {
+        for (i64 r = 0; r < rows; r++, sums += PANEL) {
+            float* to = data + (row + r) * stride + column;
+            if (columns - column < PANEL) std::memcpy(to, sums, (columns - column) * sizeof(float));
+            else std::memcpy(to, sums, PANEL * sizeof(float));
+        }
+    }
 };
 
 template <int FORMAT>
 struct Linear {
-    Activations x;
+    static constexpr i64 MR = max_rows(FORMAT);
+
+    QuantizedRows x;
     const std::uint8_t* w;
     const float* bias;
     Output out;
     i64 rows, panels;
     int threads;
 
-    template <int ROWS>
-    void tile(i64 panel, i64 row) const {
-        floats8 acc[ROWS][2];
-        for (int half = 0; half < 2; half++) {
-            floats8 start = bias ? load_as<floats8>(bias + panel * PANEL + half * LANES) : floats8{};
-            for (int r = 0; r < ROWS; r++) acc[r][half] = start;
-        }
-        const std::uint8_t* group = w + panel * x.groups * group_bytes(FORMAT);
-        for (i64 g = 0; g < x.groups; g++, group += group_bytes(FORMAT)) {
-            for (i64 line = 0; line < group_bytes(FORMAT); line += 64) __builtin_prefetch(group + AHEAD + line);
-            i64 at = row * x.groups + g;
-            ints8 totals[ROWS][2];
-            multiply<FORMAT, ROWS>(group, x.quants + at * GROUP, x.groups * GROUP, totals);
-            auto scales = reinterpret_cast<const std::uint16_t*>(group + quant_bytes(FORMAT));
-            for (int half = 0; half < 2; half++) {
-                floats8 d = widen(scales + half * LANES);
-                for (int r = 0; r < ROWS; r++) {
-                    Extra extra = x.extras[at + r * x.groups];
-                    ints8 total = totals[r][half];
-                    if constexpr (FORMAT == INT4) total -= extra.integer;
-                    acc[r][half] += d * x.scales[at + r * x.groups] * __builtin_convertvector(total, floats8);
-                    if constexpr (FORMAT == INT4_MIN) acc[r][half] += widen(scales + PANEL + half * LANES) * extra.number;
+    i64 panel_bytes() const { return x.stride * group_bytes(FORMAT); }
+
+    // Rows [row, row + count), of one tile, times one panel.
+    void tile(i64 row, i64 count, i64 panel, const std::uint8_t* ahead, i64 ahead_step) const {
+        alignas(64) float sums[MR * PANEL];
+        for (i64 r = 0; r < count; r++)
+            if (bias) std::memcpy(sums + r * PANEL, bias + panel * PANEL, PANEL * sizeof(float));
+            else std::memset(sums + r * PANEL, 0, PANEL * sizeof(float));
+        QuantizedWeights weights{w + panel * panel_bytes(), ahead, ahead_step};
+        TILES<FORMAT>[count - 1]({x.data + row * x.stride, x.stride}, weights, x.stride, sums);
+        out.write(sums, row, count, panel * PANEL);
+    }
+
+    // The weight streams through once, bound by memory.
+    void one_tile() const {
+        parallel_ranges(panels, threads, [&](i64 begin, i64 end) {
+            for (i64 panel = begin; panel < end; panel++)
+                tile(0, rows, panel, w + panel * panel_bytes() + AHEAD, group_bytes(FORMAT));
+        });
+    }
+
+    // Blocks of rows for one panel after the other, which stays in the cache for their tiles. Each tile fetches a part of
+    // the panel that follows.
+    void many_tiles() const {
+        Tiles tiles(rows, MR);
+        i64 blocks = ceil_div(tiles.count, MC / MR);
+        parallel_ranges(blocks * panels, threads, [&](i64 begin, i64 end) {
+            for (i64 i = begin; i < end; i++) {
+                i64 block = i / panels, panel = i % panels;
+                i64 first = block * tiles.count / blocks, last = (block + 1) * tiles.count / blocks;
+                const std::uint8_t* next = w + (panel + 1) * panel_bytes();
+                for (i64 t = first; t < last; t++) {
+                    i64 row = tiles.first_row(t), part = (t - first) * panel_bytes() / (last - first);
+                    tile(row, tiles.first_row(t + 1) - row, panel, next + part, ceil_div(group_bytes(FORMAT), last - first));
                 }
             }
-        }
-        for (int r = 0; r < ROWS; r++) write(acc[r], row + r, panel * PANEL);
-    }
-
-    SHOAL_INLINE void write(const floats8 (&values)[2], i64 row, i64 column) const {
-        float* to = out.data + row * out.stride + column;
-        if (i64 width = out.columns - column; width < PANEL) std::memcpy(to, values, width * sizeof(float));
-        else std::memcpy(to, values, sizeof(values));
-    }
-
-    // A panel's weights, once read, stay in L1 for the rows that follow.
-    template <int ROWS>
-    void rows_of(i64 panel, i64 row, i64 end) const {
-        for (; row + ROWS <= end; row += ROWS) tile<ROWS>(panel, row);
-        if constexpr (ROWS > 1)
-            if (row < end) rows_of<ROWS - 1>(panel, row, end);
+        });
     }
 
     void run() const {
-        i64 tiles = (std::min(rows, ROW_BLOCK) + MAX_ROWS - 1) / MAX_ROWS;
-        i64 row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-        i64 wanted = threads * (tiles == 1 ? 8 : 4);  // tasks, so that a thread that came late finds some
-        i64 share = std::max<i64>(1, panels * row_blocks / wanted);
-        parallel_for((panels + share - 1) / share * row_blocks, threads, [&](i64 task) {
-            i64 row = task % row_blocks * ROW_BLOCK, end = std::min(rows, row + ROW_BLOCK);
-            i64 panel = task / row_blocks * share, panel_end = std::min(panels, panel + share);
-            for (; panel < panel_end; panel++) rows_of<MAX_ROWS>(panel, row, end);
-        });
+        if (rows <= MR) one_tile();
+        else many_tiles();
     }
 };
 
@@ -207,12 +146,12 @@ template <int FORMAT>
 void linear(const float* x, i64 x_stride, const std::uint8_t* packed, const float* bias, Output out, i64 rows, i64 depth,
             int threads) {
     static thread_local Scratch scratch;
-    i64 groups = (depth + GROUP - 1) / GROUP, panels = (out.columns + PANEL - 1) / PANEL;
-    Activations quantized(scratch.get(Activations::floats(rows, groups)), rows, groups);
+    i64 groups = ceil_div(depth, GROUP), panels = ceil_div(out.columns, PANEL);
+    auto quantized = reinterpret_cast<Activations*>(scratch.get(rows * groups * (sizeof(Activations) / sizeof(float))));
     parallel_for(rows, worthwhile(threads, rows * depth, WAKE_FLOATS),
-                 [&](i64 row) { quantize_row(x + row * x_stride, depth, FORMAT, quantized, row); });
-    i64 bytes = panels * groups * group_bytes(FORMAT) * ((rows + MAX_ROWS - 1) / MAX_ROWS);
-    Linear<FORMAT>{quantized, packed, bias, out, rows, panels, worthwhile(threads, bytes, WAKE_BYTES)}.run();
+                 [&](i64 row) { quantize_row(x + row * x_stride, depth, FORMAT, quantized + row * groups); });
+    i64 bytes = panels * groups * group_bytes(FORMAT) * ceil_div(rows, max_rows(FORMAT));
+    Linear<FORMAT>{{quantized, groups}, packed, bias, out, rows, panels, worthwhile(threads, bytes, WAKE_BYTES)}.run();
 }
 
 // Where quant k of output j of a panel lies in its group, and, at 4 bits, which nibble it is.
