@@ -28,6 +28,7 @@ TOKEN_GAP = (
     *(0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
 )
 """Seconds between two tokens: fine where service levels are set."""
+RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 16.0)
 SIZES = tuple(float(2**power) for power in range(18))
 """Tokens or sequences."""
 
@@ -83,9 +84,19 @@ ENGINE_METRICS = (
     Metric("shoal_sequences_waiting", "gauge", "Sequences in the waiting queue."),
     Metric("shoal_kv_cache_usage_ratio", "gauge", "Share of the KV pool owned by sequences, 0 to 1."),
     Metric("shoal_kv_blocks", "gauge", "Blocks of the KV pool, by state.", ("state",)),
+    Metric("shoal_sequences_following", "gauge", "Waiting sequences whose prefix a running one is computing."),
+    Metric("shoal_kv_evictions_total", "counter", "Cached KV blocks overwritten because room was needed."),
     Metric("shoal_preemptions_total", "counter", "Sequences that lost their KV blocks and were recomputed."),
     Metric("shoal_step_seconds", "histogram", "One engine step, from submission to result.", (), TOKEN_GAP),
+    Metric(
+        "shoal_step_time_ratio",
+        "histogram",
+        "Time of a step over the time it was expected to take, where steps are bounded in time.",
+        (),
+        RATIOS,
+    ),
     Metric("shoal_step_tokens", "histogram", "Tokens computed in one step.", (), SIZES),
+    Metric("shoal_step_prompt_tokens", "histogram", "Prompt tokens in one step that has any.", (), SIZES),
     Metric("shoal_step_sequences", "histogram", "Sequences in one step.", (), SIZES),
 )
 GATEWAY_METRICS = (
@@ -227,7 +238,7 @@ class EngineMetrics(MetricsSink):
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._preemptions = 0
+        self._preemptions = self._evictions = 0
 
     def request_started(self, queue_s: float) -> None:
         self._metrics.observe("shoal_request_queue_seconds", (queue_s,))
@@ -256,13 +267,21 @@ class EngineMetrics(MetricsSink):
         metrics = self._metrics
         metrics.observe("shoal_step_seconds", (stats.step_s,))
         metrics.observe("shoal_step_tokens", (stats.num_tokens,))
+        if stats.num_prompt_tokens:
+            metrics.observe("shoal_step_prompt_tokens", (stats.num_prompt_tokens,))
+        if stats.expected_s:
+            metrics.observe("shoal_step_time_ratio", (stats.step_s / stats.expected_s,))
         metrics.observe("shoal_step_sequences", (stats.num_sequences,))
         metrics.set("shoal_sequences_running", stats.num_running)
         metrics.set("shoal_sequences_waiting", stats.num_waiting)
+        metrics.set("shoal_sequences_following", stats.num_following)
         metrics.set("shoal_kv_cache_usage_ratio", stats.kv_usage)
         if stats.preemptions_total > self._preemptions:
             metrics.add("shoal_preemptions_total", stats.preemptions_total - self._preemptions)
             self._preemptions = stats.preemptions_total
+        if stats.kv_evictions_total > self._evictions:
+            metrics.add("shoal_kv_evictions_total", stats.kv_evictions_total - self._evictions)
+            self._evictions = stats.kv_evictions_total
 
 
 def _escape(text: str) -> str:

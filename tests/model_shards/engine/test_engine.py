@@ -361,5 +361,25 @@ def test_metrics_are_reported_and_can_never_hurt(kit: ModuleType, make: Make) ->
         (FinishReason.LENGTH, 9, 5)
     ] * 2
     assert all(0 <= f.decode_s <= f.e2e_s for f in recorder.finished)
-    assert recorder.steps[0].num_tokens == 9
+    assert (recorder.steps[0].num_tokens, recorder.steps[0].num_prompt_tokens) == (9, 9)
+    assert sum(stats.num_prompt_tokens for stats in recorder.steps) == 9
+    assert all(stats.expected_s is None for stats in recorder.steps)
     assert all(0 <= stats.kv_usage <= 1 for stats in recorder.steps)
+
+
+def test_where_steps_are_bounded_in_time_their_durations_are_learnt(kit: ModuleType, make: Make) -> None:
+    class Recorder(MetricsSink):
+        def __init__(self) -> None:
+            self.steps: list[StepStats] = []
+
+        def step(self, stats: StepStats) -> None:
+            self.steps.append(stats)
+
+    recorder = Recorder()
+    engine, sink = make(metrics=recorder, target_s=0.05), kit.Collector()
+    engine.submit(kit.make_request("a", range(9), max_tokens=60, ignore_eos=True), sink)
+    sink.wait("a")
+    wait_until(lambda: engine.stats().num_running == 0)
+    expected = [stats.expected_s for stats in recorder.steps]
+    assert all(expected)
+    assert expected[0] > 0.01 > sorted(expected)[len(expected) // 2]  # fake ranks take no time
