@@ -75,6 +75,10 @@ class EngineLink:
 
     async def submit(self, requests: list[Request]) -> None:
         """All of them or none. When the caller is cancelled meanwhile, they are aborted once they have arrived."""
+        if self._receiver is None:
+            # An engine in this process takes them without a pause in which anyone could be cancelled.
+            await self._submit(requests)
+            return
         sending = self._spawn(self._submit(requests))
         try:
             await asyncio.shield(sending)

@@ -1,4 +1,4 @@
-"""Tokenizer: chat templates and encoding, on threads of its own, before anything is admitted."""
+"""Tokenizer: chat templates and encoding, before anything is admitted; what takes long on threads of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from shoal.model_shards.tokenizer.tokenizer import Tokenizer as ModelTokenizer
 
 T = TypeVar("T")
 
+_INLINE_CHARS = 2048
+"""So much is encoded in half a millisecond, no more than what handing it to a thread and back adds to the first token;
+more would hold up the other streams of the event loop."""
+_MESSAGE_CHARS = 64
+"""Rendering a message costs as much as encoding so many characters."""
+_PLAIN_MESSAGE = {"role", "content"}
+
 
 class Tokenizer(RemoteCallable):
-    """The model's tokenizer behind a bounded pool of threads: no event loop ever waits for an encode."""
+    """The model's tokenizer behind a bounded pool of threads: no event loop waits for more than a short text."""
 
     def __init__(self, tokenizer: ModelTokenizer, config: TokenizerConfig, limits: RequestLimits) -> None:
         self._tokenizer = tokenizer
@@ -29,10 +36,14 @@ class Tokenizer(RemoteCallable):
     async def encode_chat(self, job: ChatJob) -> Encoded:
         """Renders the chat template and encodes what it gives. The template writes its own special tokens, so none are
         added. Raises InvalidRequestError with the template's own message when it refuses the messages."""
+        if self._is_short(_chat_size(job)):
+            return self._encode_chat(job)
         return await self._run(lambda: self._encode_chat(job))
 
     async def encode_prompts(self, job: PromptsJob) -> Encoded:
         """Encodes texts, or checks token ids."""
+        if self._is_short(_prompts_size(job)):
+            return self._encode_prompts(job)
         return await self._run(lambda: self._encode_prompts(job))
 
     async def decode(self, token_ids: list[int]) -> str:
@@ -50,6 +61,10 @@ class Tokenizer(RemoteCallable):
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _is_short(self, size: int) -> bool:
+        """Behind others that wait for a thread even a short text has to wait."""
+        return size <= _INLINE_CHARS and self._pending < self._max_pending
 
     async def _run(self, work: Callable[[], T]) -> T:
         if self._pending >= self._max_pending:
@@ -106,3 +121,21 @@ class Tokenizer(RemoteCallable):
             for text in (word, " " + word.lstrip()):
                 encoded[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(encoded)
+
+
+def _chat_size(job: ChatJob) -> int:
+    """Characters that the time of a job is like, roughly; large where it is not known."""
+    if job.tools or job.template_kwargs or job.bad_words:
+        return _INLINE_CHARS + 1
+    size = _MESSAGE_CHARS * len(job.messages)
+    for message in job.messages:
+        if message.keys() != _PLAIN_MESSAGE:
+            return _INLINE_CHARS + 1
+        size += len(message["content"] or "")
+    return size
+
+
+def _prompts_size(job: PromptsJob) -> int:
+    if job.bad_words:
+        return _INLINE_CHARS + 1
+    return sum(map(len, job.prompts))

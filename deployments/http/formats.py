@@ -100,7 +100,9 @@ class ChatFormat(Format):
                     self._begin_frame(index, _chat_chunk(index, {"content": FRAMED}, None, None))
                 role = {"role": "assistant", "content": "", "refusal": None}
                 parts.append(self._chunk(_chat_chunk(index, role, None, None), usage))
-            if delta.text or delta.logprobs:
+            if index in self._frames and delta.text:
+                parts.append(self._frames[index].around(delta.text))
+            elif delta.text or delta.logprobs:
                 logprobs = self._logprobs(delta)
                 parts.append(self._chunk(_chat_chunk(index, {"content": delta.text}, logprobs, None), usage))
             if delta.finish_reason is not None:
