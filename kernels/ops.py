@@ -74,6 +74,8 @@ class Ops(ABC):
     activation_dtype: torch.dtype
     device_sampling: bool = False
     """Whether tokens are drawn by `sample`, where the logits lie; else the caller draws them on the host."""
+    host_sampling: bool = False
+    """Whether the caller draws them by `sample` too, from logits in the host's memory."""
 
     @abstractmethod
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:

@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rotary": (_P, _L, _L, _P, _L, _L, _P, _P, _L, _L, _I),
     "gated": (_P, _L, _I, _P, _L, _L, _I),
     "store_kv": (_P, _L, _P, _L, _P, _P, _I, _P, _L, _L, _L, _L, _I),
+    "sample": (_P, _L, _P, _L, _L, _P, _P, _I),
     "paged_attention": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _P, _P, _L, _I),
     "run_program": (_P, _L),
     "add": (_P, _P, _P, _L),
@@ -50,6 +51,7 @@ class Native:
     rotary: Callable[..., None]
     gated: Callable[..., None]
     store_kv: Callable[..., None]
+    sample: Callable[..., None]
     paged_attention: Callable[..., None]
     run_program: Callable[..., None]
     add: Callable[..., None]

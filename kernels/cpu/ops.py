@@ -18,6 +18,7 @@ from shoal.kernels.cpu import checks
 from shoal.kernels.cpu.native import Native
 from shoal.kernels.cpu.program import CpuCapturer
 from shoal.kernels.cpu.quantized import PackedQuantizedWeight
+from shoal.kernels.draws import WORDS
 from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.quantized import QuantizedMatrix
@@ -71,6 +72,7 @@ class CpuOps(Ops):
     name = "cpu"
     layout = "cpu_packed"
     activation_dtype = torch.float32
+    host_sampling = True
 
     def __init__(self, native: Native) -> None:
         self._native = native
@@ -208,6 +210,19 @@ class CpuOps(Ops):
         self._native.gated(
             rows.data_ptr(), rows.stride(0), gelu, out.data_ptr(), rows.shape[0], width, torch.get_num_threads()
         )
+        return out
+
+    def sample(self, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            logits = logits.to(torch.float32).contiguous()
+        count, vocab = logits.shape
+        assert (draws.shape, draws.dtype) == ((count, WORDS), torch.int64), (draws.shape, draws.dtype)
+        assert draws.is_contiguous()
+        out = torch.empty((2, count), dtype=torch.int64)
+        self._native.sample(
+            logits.data_ptr(), logits.stride(0), draws.data_ptr(), count, vocab, out.data_ptr(),
+            out.data_ptr() + count * out.itemsize, torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
     def capturer(self, pool_bytes: int) -> Capturer | None:

@@ -12,7 +12,7 @@ from shoal.model_shards.sampling.vocab_rows import FloatArray, IdArray, VocabRow
 
 def edits_logits(state: SamplerState, eos_token_ids: Sequence[int]) -> bool:
     """Whether `apply_edits` would change this sequence's row now."""
-    return bool(
+    return state.may_edit and bool(
         state.penalized or len(state.bias_ids) or state.allowed_ids is not None or state.masked_ids(eos_token_ids)
     )
 

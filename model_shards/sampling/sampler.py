@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from shoal.kernels.draws import WORDS
 from shoal.kernels.ops import Ops
 from shoal.model_shards.engine.plan import TokenLogprobs
 from shoal.model_shards.sampling.device_sampler import DeviceSampler
@@ -16,7 +17,7 @@ from shoal.model_shards.sampling.drawn import Drawn
 from shoal.model_shards.sampling.logprobs import BAD_LOGITS, prompt_logprobs, token_logprobs
 from shoal.model_shards.sampling.processors import apply_edits, edits_logits
 from shoal.model_shards.sampling.state import SamplerState
-from shoal.model_shards.sampling.vocab_rows import VocabRows, vocab_rows
+from shoal.model_shards.sampling.vocab_rows import IdArray, VocabRows, vocab_rows
 
 __all__ = ["SampleResult", "Sampler", "SamplerState", "prompt_logprobs"]
 
@@ -35,10 +36,12 @@ class SampleResult:
 
 class Sampler:
     """eos_token_ids: the model's ends of sequence; they are masked while a sequence is shorter than its min_tokens.
-    ops: those of the device that holds the logits; tokens are drawn there if they can (`Ops.device_sampling`)."""
+    ops: those of the device that holds the logits; tokens are drawn there if they can (`Ops.device_sampling`), or by a
+    native pass over the host's memory (`Ops.host_sampling`), else in numpy."""
 
     def __init__(self, eos_token_ids: Sequence[int] = (), ops: Ops | None = None) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._host = ops if ops is not None and ops.host_sampling else None
         self._device = None
         if ops is not None and ops.device_sampling:
             self._device = DeviceSampler(ops, self._eos_token_ids)
@@ -63,20 +66,16 @@ class Sampler:
         return result
 
     def _draw_on_host(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
-        rows = vocab_rows(logits)
+        rows = vocab_rows(logits := logits.contiguous())
         asked = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = rows.select(np.array(asked)) if asked else None
         edited = [row for row, state in enumerate(states) if edits_logits(state, self._eos_token_ids)]
         errors = self._edit(rows, edited, states)
-
-        tokens = np.full(len(states), FAILED, dtype=np.int64)
-        greedy = np.array([r for r, s in enumerate(states) if s.params.greedy and r not in errors], dtype=np.int64)
-        if len(greedy):
-            ids, values = rows.argmax(greedy)
-            tokens[greedy] = np.where(np.isfinite(values), ids, FAILED)
-        random = [row for row, state in enumerate(states) if not state.params.greedy and row not in errors]
-        if random:
-            tokens[random] = draw(rows, _draws(random, states))
+        if self._host is not None:
+            tokens = _draw_natively(self._host, logits, states)
+        else:
+            tokens = _draw_in_numpy(rows, states)
+        tokens[list(errors)] = FAILED
         return Drawn(tokens, errors, edited, asked, raw)
 
     def _edit(self, rows: VocabRows, edited: list[int], states: Sequence[SamplerState]) -> dict[int, str]:
@@ -87,6 +86,24 @@ class Sampler:
         _, largest = rows.argmax(np.array(edited))
         apply_edits(rows, edited, states, self._eos_token_ids)
         return {row: BAD_LOGITS for row, value in zip(edited, largest, strict=True) if not np.isfinite(value)}
+
+
+def _draw_in_numpy(rows: VocabRows, states: Sequence[SamplerState]) -> IdArray:
+    tokens = np.full(len(states), FAILED, dtype=np.int64)
+    greedy = np.array([row for row, state in enumerate(states) if state.params.greedy], dtype=np.int64)
+    if len(greedy):
+        ids, values = rows.argmax(greedy)
+        tokens[greedy] = np.where(np.isfinite(values), ids, FAILED)
+    random = [row for row, state in enumerate(states) if not state.params.greedy]
+    if random:
+        tokens[random] = draw(rows, _draws(random, states))
+    return tokens
+
+
+def _draw_natively(ops: Ops, logits: torch.Tensor, states: Sequence[SamplerState]) -> IdArray:
+    draws = np.array([state.draw_words for state in states], dtype=np.int64).reshape(-1, WORDS)
+    token_ids, flags = ops.sample(logits, torch.from_numpy(draws)).numpy()
+    return np.where(flags == 0, token_ids, FAILED)
 
 
 def _draws(index: list[int], states: Sequence[SamplerState]) -> Draws:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shoal.kernels.draws import POSITION, pack_draws
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.sampling.philox import uniforms
 from shoal.model_shards.sampling.vocab_rows import FloatArray, IdArray
@@ -60,11 +61,13 @@ class SamplerState:
         "_ahead",
         "_ahead_start",
         "_counts",
+        "_draw_words",
         "allowed_ids",
         "banned_ids",
         "banned_phrases",
         "bias_ids",
         "bias_values",
+        "may_edit",
         "num_prompt_tokens",
         "params",
         "sample_index",
@@ -87,6 +90,12 @@ class SamplerState:
         self.allowed_ids: IdArray | None = None
         if params.allowed_token_ids is not None:
             self.allowed_ids = np.unique(np.array(params.allowed_token_ids, dtype=np.int64))
+        self.may_edit = bool(
+            self.penalized or params.logit_bias or params.bad_words or params.min_tokens > 0
+            or params.allowed_token_ids is not None
+        )  # fmt: skip
+        """Whether its logits are edited at some step; most sequences never are."""
+        self._draw_words: list[int] | None = None
         self._counts: TokenCounts | None = None
         self._ahead: list[list[float]] = []
         self._ahead_start = 0
@@ -117,6 +126,16 @@ class SamplerState:
             ahead = range(self._ahead_start, self._ahead_start + _UNIFORMS_AHEAD)
             self._ahead = uniforms(self.seed, self.sample_index, ahead).tolist()
         return self._ahead[place]
+
+    @property
+    def draw_words(self) -> list[int]:
+        """The next draw as a row of `draws.pack_draws`: what `Ops.sample` draws with."""
+        if self._draw_words is None:
+            params = self.params
+            shape = np.array([[0.0 if params.greedy else params.temperature, params.top_p, params.min_p]])
+            self._draw_words = pack_draws([self.seed], [(self.sample_index, 0)], [params.top_k], shape)[0].tolist()
+        self._draw_words[POSITION] = self.num_output_tokens
+        return self._draw_words
 
     def append(self, token_id: int) -> None:
         """A token joined the output."""

@@ -1,5 +1,6 @@
 """The whole chain: what a row gets depends on that row alone; extremes and failures are exact."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from shoal.configs.errors import InvalidRequestError
+from shoal.kernels.ops import Ops
+from shoal.kernels.registry import select_ops
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.sampling.sampler import ALL_MASKED, BAD_LOGITS, Sampler, SamplerState
 
@@ -26,7 +29,27 @@ KINDS = [
     SamplingParams(allowed_token_ids=tuple(range(0, VOCAB, 7)), top_k=20, logprobs=5),
     SamplingParams(min_tokens=4, stop_token_ids=(9,), top_p=0.5),
 ]
-SAMPLER = Sampler((0,))
+EOS = (0,)
+
+
+class Drawing:
+    """Which of the two ways to draw on the host a test's samplers take."""
+
+    ops: Ops | None = None
+
+
+@pytest.fixture(autouse=True, params=["numpy", "native"])
+def drawing(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "native":
+        Drawing.ops = select_ops(torch.device("cpu"), torch.float32)
+        if not Drawing.ops.host_sampling:
+            pytest.skip("no native unit here")
+    yield
+    Drawing.ops = None
+
+
+def sampler(eos: tuple[int, ...] = EOS) -> Sampler:
+    return Sampler(eos, Drawing.ops)
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -39,7 +62,7 @@ def state_of(params: SamplingParams, seed: int = 1, index: int = 0, tokens: tupl
 
 
 def one(params: SamplingParams, row: list[float], eos: tuple[int, ...] = ()) -> int:
-    result = Sampler(eos).sample(torch.tensor([row]), [SamplerState(params, 3, 0, [0], 1)])
+    result = sampler(eos).sample(torch.tensor([row]), [SamplerState(params, 3, 0, [0], 1)])
     assert not result.errors, result.errors
     return result.token_ids[0]
 
@@ -52,11 +75,11 @@ def test_a_row_gives_the_same_token_and_logprobs_alone_in_any_batch_and_at_any_p
     try:
         logits = logits_of(size)
         states = [state_of(KINDS[row % len(KINDS)], seed=row) for row in range(size)]
-        batched = SAMPLER.sample(logits.clone(), states)
+        batched = sampler().sample(logits.clone(), states)
         order = np.random.default_rng(size).permutation(size)
-        shuffled = SAMPLER.sample(logits[order].clone(), [states[row] for row in order])
+        shuffled = sampler().sample(logits[order].clone(), [states[row] for row in order])
         for place, row in enumerate(order):
-            alone = SAMPLER.sample(logits[row : row + 1].clone(), [states[row]])
+            alone = sampler().sample(logits[row : row + 1].clone(), [states[row]])
             for result, at in ((batched, row), (shuffled, place)):
                 assert result.token_ids[at] == alone.token_ids[0], KINDS[row % len(KINDS)]
                 assert result.logprobs[at] == alone.logprobs[0]
@@ -69,8 +92,8 @@ def test_weights_are_the_same_to_the_last_bit_in_any_batch(params: SamplingParam
     """A thousand seeds on one row: a sum that differed in its last bit would move some token."""
     row = logits_of(1, seed=5)
     states = [state_of(params, seed=seed) for seed in range(1000)]
-    together = SAMPLER.sample(row.repeat(1000, 1), states).token_ids
-    apart = [SAMPLER.sample(row.clone(), [state]).token_ids[0] for state in states[::10]]
+    together = sampler().sample(row.repeat(1000, 1), states).token_ids
+    apart = [sampler().sample(row.clone(), [state]).token_ids[0] for state in states[::10]]
     assert together[::10] == apart
 
 
@@ -78,7 +101,7 @@ def generate(params: SamplingParams, seed: int, index: int, length: int = 12) ->
     """A made-up model whose logits depend on the last token."""
     state = SamplerState(params, seed, index, [1], 1)
     for _ in range(length):
-        state.append(SAMPLER.sample(logits_of(1, seed=state.token_ids[-1]), [state]).token_ids[0])
+        state.append(sampler().sample(logits_of(1, seed=state.token_ids[-1]), [state]).token_ids[0])
     return state.token_ids[1:]
 
 
@@ -87,7 +110,7 @@ def test_n_samples_differ_and_equal_separate_runs() -> None:
     states = [SamplerState(params, 42, index, [1], 1) for index in range(4)]
     for _ in range(12):
         logits = torch.cat([logits_of(1, seed=state.token_ids[-1]) for state in states])
-        for state, token in zip(states, SAMPLER.sample(logits, states).token_ids, strict=True):
+        for state, token in zip(states, sampler().sample(logits, states).token_ids, strict=True):
             state.append(token)
     outputs = [state.token_ids[1:] for state in states]
     assert outputs == [generate(params, 42, index) for index in range(4)]
@@ -99,7 +122,7 @@ def test_a_sequence_rebuilt_in_the_middle_goes_on_as_before() -> None:
     whole = generate(params, 9, 1)
     state = SamplerState(params, 9, 1, [1, *whole[:5]], 1)
     for _ in range(7):
-        state.append(SAMPLER.sample(logits_of(1, seed=state.token_ids[-1]), [state]).token_ids[0])
+        state.append(sampler().sample(logits_of(1, seed=state.token_ids[-1]), [state]).token_ids[0])
     assert state.token_ids[1:] == whole
 
 
@@ -128,7 +151,8 @@ def test_narrow_settings_take_the_largest_and_of_equals_the_lowest_id(params: Sa
 def test_top_k_beyond_the_vocabulary_is_no_filter_and_does_not_fail() -> None:
     row = [0.0] * 10
     tokens = {
-        SAMPLER.sample(torch.tensor([row]), [state_of(SamplingParams(top_k=10**6), s)]).token_ids[0] for s in range(200)
+        sampler().sample(torch.tensor([row]), [state_of(SamplingParams(top_k=10**6), s)]).token_ids[0]
+        for s in range(200)
     }
     assert tokens == set(range(10))
 
@@ -167,15 +191,15 @@ def test_the_padded_tail_of_a_vocabulary_is_never_drawn() -> None:
     row = [0.0] * 60 + [-np.inf] * 68
     for params in (SamplingParams(temperature=2.0), SamplingParams(top_k=100), SamplingParams(top_p=0.9999)):
         states = [state_of(params, seed) for seed in range(300)]
-        assert max(SAMPLER.sample(torch.tensor([row]).repeat(300, 1), states).token_ids) < 60
+        assert max(sampler().sample(torch.tensor([row]).repeat(300, 1), states).token_ids) < 60
 
 
 def test_min_tokens_holds_back_the_end_and_then_lets_it_come() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2)
     state = SamplerState(params, 0, 0, [5], 1)
-    sampler = Sampler((1, 2))
+    ends = (1, 2)
     for expected in (3, 3, 1):
-        state.append(sampler.sample(torch.tensor([[0.0, 9.0, 8.0, 7.0]]), [state]).token_ids[0])
+        state.append(sampler(ends).sample(torch.tensor([[0.0, 9.0, 8.0, 7.0]]), [state]).token_ids[0])
         assert state.token_ids[-1] == expected
 
 
@@ -186,9 +210,9 @@ def test_a_row_of_bad_logits_is_an_error_and_its_neighbours_are_not_touched(
 ) -> None:
     logits = logits_of(3)
     states = [state_of(params, seed=row) for row in range(3)]
-    good = SAMPLER.sample(logits.clone(), states)
+    good = sampler().sample(logits.clone(), states)
     logits[1, 11 : 11 + len(bad)] = torch.tensor(bad)
-    result = SAMPLER.sample(logits, states)
+    result = sampler().sample(logits, states)
     assert result.errors == {1: BAD_LOGITS}
     assert result.token_ids == [good.token_ids[0], -1, good.token_ids[2]]
     assert result.logprobs == [good.logprobs[0], None, good.logprobs[2]]
@@ -197,7 +221,7 @@ def test_a_row_of_bad_logits_is_an_error_and_its_neighbours_are_not_touched(
 def test_a_batch_of_greedy_rows_finds_its_nan_too() -> None:
     logits = logits_of(2)
     logits[0, 5] = np.nan
-    result = SAMPLER.sample(logits, [state_of(KINDS[0])] * 2)
+    result = sampler().sample(logits, [state_of(KINDS[0])] * 2)
     assert result.errors == {0: BAD_LOGITS}
     assert result.token_ids[1] == int(logits[1].argmax())
 
@@ -205,14 +229,14 @@ def test_a_batch_of_greedy_rows_finds_its_nan_too() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)])
 def test_masks_that_leave_no_token_are_an_error_of_that_row(params: SamplingParams) -> None:
     none_left = replace(params, allowed_token_ids=(4, 5), bad_words=((4,), (5,)))
-    result = SAMPLER.sample(logits_of(2), [state_of(none_left), state_of(params)])
+    result = sampler().sample(logits_of(2), [state_of(none_left), state_of(params)])
     assert result.errors == {0: ALL_MASKED}
     assert result.token_ids[0] == -1
     assert result.token_ids[1] >= 0
 
 
 def test_an_empty_batch_gives_empty_columns() -> None:
-    result = SAMPLER.sample(torch.empty(0, VOCAB), [])
+    result = sampler().sample(torch.empty(0, VOCAB), [])
     assert (result.token_ids, result.logprobs, result.errors) == ([], [], {})
 
 
