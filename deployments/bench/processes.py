@@ -42,7 +42,8 @@ def process_name(pid: int) -> str:
     program, *rest = words
     if not program.startswith("/"):
         return program.strip()[:_MAX_NAME]
-    plain = [Path(word).name for word in rest[:4] if not word.startswith("-")]
+    told = rest[: rest.index("-c") + 1] if "-c" in rest[:4] else rest[:4]
+    plain = [Path(word).name for word in told if not word.startswith("-") or word == "-c"]
     return " ".join([Path(program).name, *plain[:2]])[:_MAX_NAME]
 
 
@@ -51,6 +52,13 @@ def processor_seconds(pid: int, *, children: bool) -> float:
     0 when it is gone."""
     fields = _stat_fields(pid)
     return sum(int(value) for value in fields[11 : 15 if children else 13]) / os.sysconf("SC_CLK_TCK")
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process was started, in clock ticks after boot: with the id it names one process for ever. None when it is
+    gone."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
 
 
 def _stat_fields(pid: int) -> list[str]:

@@ -22,8 +22,12 @@ class LocalRuler(Ruler):
     def __init__(self, tokenizer: ChatEncoder) -> None:
         self._tokenizer = tokenizer
 
+    def encode(self, messages: list[Message]) -> list[int]:
+        """The rendered prompt's tokens."""
+        return self._tokenizer.encode_chat([dict(message) for message in messages])
+
     async def count(self, messages: list[Message]) -> int:
-        return len(self._tokenizer.encode_chat([dict(message) for message in messages]))
+        return len(self.encode(messages))
 
 
 class TokenizeRuler(Ruler):

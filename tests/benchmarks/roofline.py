@@ -7,12 +7,16 @@ machine's limit, whatever its peers do.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -30,6 +34,11 @@ class MachineLimits:
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> MachineLimits:
+        """JSON makes text of the sizes."""
+        return cls(**{**found, "read_gb_s": {int(size): rate for size, rate in found["read_gb_s"].items()}})
+
 
 def measure(sizes: list[int], threads: int) -> MachineLimits:
     """Runs the C probe, or numpy where there is no compiler (one thread, so a lower figure)."""
@@ -46,21 +55,27 @@ def decode_bound(limits: MachineLimits, weight_bytes: int, kv_bytes: float, batc
 
 
 def _compiled(sizes: list[int], threads: int) -> tuple[list[float], str]:
+    program = _probe()
+    if program is None:
+        return [_numpy_rate(size) for size in sizes], "numpy, one thread"
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    command = [str(program), *map(str, sizes)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return [float(line) for line in done.stdout.split()], "C"
+
+
+@functools.cache
+def _probe() -> Path | None:
+    """Compiled once; None without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        return [_numpy_rate(size) for size in sizes], "numpy, one thread"
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "read_bandwidth"
-        flags = ["-O3", "-march=native", "-fopenmp"]
-        subprocess.run([compiler, *flags, str(HERE / "read_bandwidth.c"), "-o", str(program)], check=True)
-        done = subprocess.run(
-            [str(program), *map(str, sizes)],
-            env={"OMP_NUM_THREADS": str(threads)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    return [float(line) for line in done.stdout.split()], "C"
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="roofline-")
+    atexit.register(folder.cleanup)
+    program = Path(folder.name) / "read_bandwidth"
+    flags = ["-O3", "-march=native", "-fopenmp"]
+    subprocess.run([compiler, *flags, str(HERE / "read_bandwidth.c"), "-o", str(program)], check=True)
+    return program
 
 
 def _numpy_rate(size: int) -> float:
