@@ -3,6 +3,9 @@
     colocated   Gateway
     separate    Gateway -> Tokenizer, Guard, ShardGroup      (unary handle calls; tokens come back over the data plane)
 
+HTTP comes through whatever ingress Serve runs; or the gateway's one replica listens itself, which needs no proxy at all
+(`shoal serve`).
+
 Every stage keeps its name in both wirings, so that the `deployments` section of a YAML file finds it.
 """
 
@@ -16,8 +19,10 @@ from ray import serve
 from starlette.types import Message, Receive, Scope, Send
 
 from shoal.configs.app import AppConfig
+from shoal.deployments.address import Address
 from shoal.deployments.gateway import Gateway, build_shard_group, build_tokenizer
 from shoal.deployments.guard import Guard
+from shoal.deployments.listener import Listener
 from shoal.deployments.logs import configure_logging
 from shoal.deployments.ray_metrics import RayMirror
 from shoal.deployments.stages import EngineStatus, RemoteStage
@@ -57,17 +62,33 @@ class GatewayReplica:
 
     # Serve awaits constructors and destructors that are coroutines.
     async def __init__(  # type: ignore[misc]
-        self, config: AppConfig, tokenizer: Any = None, guard: Any = None, shard_group: Any = None
+        self,
+        config: AppConfig,
+        listen: Address | None = None,
+        tokenizer: Any = None,
+        guard: Any = None,
+        shard_group: Any = None,
     ) -> None:
         configure_logging()
+        self.gateway = await self._connect(config, tokenizer, guard, shard_group)
+        self.listener: Listener | None = None
+        if listen is not None:
+            listener = Listener(self.gateway.asgi, listen, config.gateway.max_ongoing_requests)
+            try:
+                await listener.start()
+            except BaseException:
+                await self.gateway.close()
+                raise
+            self.listener = listener
+
+    async def _connect(self, config: AppConfig, tokenizer: Any, guard: Any, shard_group: Any) -> Gateway:
         if shard_group is None:
-            self.gateway = await Gateway.colocated(config, RayMirror)
-            return
+            return await Gateway.colocated(config, RayMirror)
 
         def stage(handle: Any, name: str) -> Any:
             return RemoteStage(handle, name, config.wiring.call_timeout_s)
 
-        self.gateway = await Gateway.separate(
+        return await Gateway.separate(
             config,
             stage(tokenizer, "Tokenizer"),
             stage(guard, "Guard"),
@@ -77,6 +98,8 @@ class GatewayReplica:
 
     async def check_health(self) -> None:
         await self.gateway.check_health()
+        if self.listener is not None:
+            self.listener.check_health()
 
     async def drain(self) -> None:
         """Refuses new requests; returns when the running ones have ended or their time is up."""
@@ -88,6 +111,9 @@ class GatewayReplica:
     async def __del__(self) -> None:
         if hasattr(self, "gateway"):
             await self.gateway.close()
+        listener: Listener | None = getattr(self, "listener", None)
+        if listener is not None:
+            await listener.stop()
 
 
 class TokenizerReplica:
@@ -125,7 +151,12 @@ class ShardGroupReplica:
 
 
 def build(args: AppConfig) -> serve.Application:
-    """The application graph of a configuration. Starts nothing."""
+    """The application graph of a configuration, for `serve deploy`. Starts nothing."""
+    return build_graph(args)
+
+
+def build_graph(args: AppConfig, listen: Address | None = None) -> serve.Application:
+    """With `listen` the gateway's replica is its own ingress, at that address; then it must stay the only one."""
     shard_options = {**_engine_options(args), "name": "ShardGroup"}
     gateway_options: dict[str, Any] = {
         "name": "Gateway",
@@ -134,11 +165,12 @@ def build(args: AppConfig) -> serve.Application:
     }
     if args.wiring.mode == "colocated":
         options = {**_engine_options(args), **gateway_options, "ray_actor_options": {"num_cpus": 1}}
-        return serve.deployment(GatewayReplica, **options).bind(args)
+        return serve.deployment(GatewayReplica, **options).bind(args, listen)
     # Stage calls are short; how many wait is bounded by the stages themselves, with errors that a client can read.
     small = {"max_ongoing_requests": args.gateway.max_ongoing_requests, "ray_actor_options": {"num_cpus": 0.25}}
     return serve.deployment(GatewayReplica, **gateway_options, ray_actor_options={"num_cpus": 0.5}).bind(
         args,
+        listen,
         serve.deployment(TokenizerReplica, name="Tokenizer", **small).bind(args),
         serve.deployment(GuardReplica, name="Guard", **small).bind(args),
         serve.deployment(ShardGroupReplica, **shard_options).bind(args),

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -16,18 +17,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.configs.errors import ConfigError
+from shoal.configs.errors import ConfigError, ModelLoadError
+from shoal.deployments.address import Address, bind
+
+if TYPE_CHECKING:
+    from shoal.deployments.ray_head import RayHead
 
 Ingress = Literal["direct", "proxy", "haproxy"]
 
 logger = logging.getLogger("shoal.local_cluster")
 
-_OBJECT_STORE_BYTES = 80_000_000
-"""Nothing large goes through Ray here; this is about the least that Ray takes."""
+_POLL_S = 0.02
+_STATUS_EVERY_S = 0.5
+_USER_ERRORS = tuple(f"{error.__module__}.{error.__name__}" for error in (ConfigError, ModelLoadError))
 _STOP_S = 10.0
 _MAX_TEMPORARY_PATH = 8
+_EXCEPTION_LINE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): (.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +42,9 @@ class ClusterOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     ingress: Ingress = "direct"
-    """Who listens on host:port. `direct`: the gateway's replica (Serve's direct ingress; cheapest, one replica).
-    `proxy`: Serve's Python proxy. `haproxy`: Serve's HAProxy mode, the production ingress; it also opens a statistics
-    and a metrics port on all interfaces."""
+    """Who listens on host:port. `direct`: the gateway's one replica itself; no proxy runs. `proxy`: Serve's Python
+    proxy. `haproxy`: Serve's HAProxy mode, the production ingress; it also opens a statistics and a metrics port on all
+    interfaces."""
     dashboard: bool = False
     num_cpus: int = 2
     """Logical ones, which the stages share out (deployments/app.py); not a limit on threads."""
@@ -45,15 +52,7 @@ class ClusterOptions:
 
 def check_port(host: str, port: int) -> None:
     """Raises ConfigError unless a server could listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            message = f"Cannot listen on {host} port {port}: {reason}. Choose another with --port or --host."
-            raise ConfigError(message, param="port") from None
+    bind(Address(host, port)).close()
 
 
 def free_port() -> int:
@@ -70,6 +69,7 @@ class LocalCluster:
         self._directory: Path | None = None
         self._environment: dict[str, str | None] = {}
         self._descendants: set[tuple[int, str]] = set()
+        self._head: RayHead | None = None
         self.dashboard_url: str | None = None
 
     @property
@@ -90,51 +90,69 @@ class LocalCluster:
             self._set_environment(self._directory)
 
     def start(self) -> None:
-        """Starts Ray. Takes about five seconds."""
+        """Starts Ray and connects to it. To be called in the main thread. Takes about two seconds, mostly waiting."""
         self.prepare()
         assert self._directory is not None
         import ray
 
+        from shoal.deployments.ray_head import HeadOptions, RayHead
+
         options = self._options
         with _explained("Ray"):
-            context = ray.init(
-                address="local",
-                num_cpus=options.num_cpus,
-                include_dashboard=options.dashboard,
-                dashboard_host="127.0.0.1",
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(self._directory / "ray"),
-            )
-        if options.dashboard:
-            self.dashboard_url = f"http://{context.dashboard_url}"
-        self._note_descendants()
+            head = HeadOptions(self._directory / "ray", options.num_cpus, options.dashboard)
+            try:
+                self._head = RayHead(head, meanwhile=_import_serve)
+                ray.init(address=self._head.address, log_to_driver=False, logging_level=logging.ERROR)
+            finally:
+                self._note_descendants()
+        self.dashboard_url = self._head.dashboard_url
 
     def start_serve(self) -> None:
-        """Starts Serve's controller and ingress."""
+        """Starts Serve's controller, and its proxy where there is to be one."""
         from ray import serve
 
         options = self._options
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        # With direct ingress Serve still starts its proxy; it gets a port that nobody is told of.
-        port = free_port() if options.ingress == "direct" else options.port
+        location = "Disabled" if options.ingress == "direct" else "HeadOnly"
         with _explained("Ray Serve"):
-            serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": port})
+            serve.start(proxy_location=location, http_options={"host": options.host, "port": options.port})
         self._note_descendants()
+
+    @property
+    def listen(self) -> Address | None:
+        """Where the gateway's replica is to listen (`build_graph`); None where an ingress of Serve does."""
+        options = self._options
+        return Address(options.host, options.port) if options.ingress == "direct" else None
 
     def run(self, application: Any, name: str, route_prefix: str = "/") -> Any:
         """Deploys and waits until every replica is made; returns the ingress handle. Raises ConfigError with what a
         replica's constructor said, when it failed."""
         from ray import serve
 
+        target = serve.RunTarget(application, name, None if self.listen else route_prefix)
         try:
-            handle = serve.run(application, name=name, route_prefix=route_prefix)
-        except RuntimeError as error:
-            raise ConfigError(_deployment_failure(name) or str(error)) from None
+            (handle,) = serve.run_many([target], wait_for_applications_running=False)
+            self._wait_until_running(name)
         finally:
             self._note_descendants()
         return handle
+
+    def _wait_until_running(self, name: str) -> None:
+        """Serve's own waiting looks once a second, and goes on through errors that no further try can mend."""
+        from ray import serve
+
+        while True:
+            application = serve.status().applications[name]
+            if application.status == "RUNNING":
+                return
+            error = deployment_error(application)
+            if error is not None:
+                raise ConfigError(error)
+            look_again = time.monotonic() + _STATUS_EVERY_S
+            while time.monotonic() < look_again:
+                if self.listen is not None and _is_open(self.listen):
+                    return
+                time.sleep(_POLL_S)
 
     def stop(self) -> None:
         """Stops whatever `start` and `run` have started, by force where it does not go."""
@@ -153,17 +171,20 @@ class LocalCluster:
 
     def _stop_ray(self) -> None:
         ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
-            return
-        from ray import serve
+        if ray is not None and ray.is_initialized():
+            from ray import serve
 
-        self._note_descendants()
-        # Ray prints on standard output that its controller, which is being stopped, has stopped.
-        with contextlib.redirect_stdout(io.StringIO()):
-            with contextlib.suppress(Exception):
-                # Whatever Serve cannot stop in an orderly way, the end of Ray stops.
-                serve.shutdown()
-            ray.shutdown()
+            self._note_descendants()
+            # Ray prints on standard output that its controller, which is being stopped, has stopped.
+            with contextlib.redirect_stdout(io.StringIO()):
+                with contextlib.suppress(Exception):
+                    # Whatever Serve cannot stop in an orderly way, the end of Ray stops.
+                    serve.shutdown()
+                ray.shutdown()
+        if self._head is not None:
+            self._note_descendants()
+            self._head.stop()
+            self._head = None
 
     def _set_environment(self, directory: Path) -> None:
         self.token_path.touch(mode=0o600)
@@ -198,6 +219,10 @@ class LocalCluster:
             _wait_until_gone(alive, patience_s)
 
 
+def _import_serve() -> None:
+    import shoal.deployments.app  # noqa: F401  (and Ray Serve with it)
+
+
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
     """What Ray raises is a page of stack; its log files, which are removed, would be no help either."""
@@ -217,16 +242,6 @@ def _temporary_directory() -> str:
 
 def _ingress_environment(options: ClusterOptions, directory: Path) -> dict[str, str]:
     # Serve reads these at import, in this process and in every actor.
-    if options.ingress == "direct":
-        return {
-            "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
-            "RAY_SERVE_ENABLE_HA_PROXY": "0",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(options.port),
-            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(options.port + 1),
-            # A replica that is restarted takes the same port; no load balancer has to be waited for.
-            "RAY_SERVE_PORT_QUARANTINE_S": "0",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-        }
     if options.ingress == "haproxy":
         return {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -242,18 +257,31 @@ def _ingress_environment(options: ClusterOptions, directory: Path) -> dict[str, 
     return {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0", "RAY_SERVE_ENABLE_HA_PROXY": "0"}
 
 
-def _deployment_failure(name: str) -> str | None:
-    """The last line of what a replica's constructor raised; Serve reports the whole traceback."""
-    from ray import serve
+def _is_open(address: Address) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=1.0):
+        return True
+    return False
 
-    application = serve.status().applications.get(name)
-    if application is None:
-        return None
-    for deployment, status in application.deployments.items():
-        lines = [line.strip() for line in status.message.splitlines() if line.strip()]
-        if status.status not in ("HEALTHY", "UPDATING") and lines:
-            return f"{deployment} could not be started: {lines[-1]}"
-    return None
+
+def deployment_error(application: Any) -> str | None:
+    """What a replica's constructor raised, of the page of stack around it that Serve reports: when Serve has given up,
+    or when it is an error of ours that tells the user what to change."""
+    failed = application.status == "DEPLOY_FAILED"
+    for name, deployment in application.deployments.items():
+        if failed and deployment.status not in ("HEALTHY", "UPDATING") and deployment.message.strip():
+            return f"{name} could not be started: {last_error(deployment.message)}"
+        if any(f"{error}: " in deployment.message for error in _USER_ERRORS):
+            return last_error(deployment.message)
+    return (str(application.message).strip() or "Ray Serve could not deploy the application.") if failed else None
+
+
+def last_error(traceback: str) -> str:
+    """The message of the last exception in a traceback's text, with all its lines."""
+    lines = traceback.strip().splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        if found := _EXCEPTION_LINE.fullmatch(lines[index]):
+            return "\n".join([found.group(1), *lines[index + 1 :]]).strip()
+    return lines[-1].strip()
 
 
 # --- processes ----------------------------------------------------------------------------------------------------

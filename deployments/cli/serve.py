@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, get_args
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Serves a model on this machine: starts a small Ray cluster and Ray Serve, loads the model, waits until it answers, and
-stays in the foreground. Ctrl-C lets running answers end and stops everything that was started. What can be known to be
-wrong (model, memory, port) is found before anything starts.
+stays in the foreground. Ctrl-C lets running answers end and stops everything that was started. What is wrong with the
+settings, the model's files or the port is found before anything starts; what its engine refuses (too little memory)
+stops everything again.
 """
 _EPILOG = """\
 examples:
@@ -48,8 +51,10 @@ _ENGINE_OPTIONS = {
     "num-threads": "CPU threads of the model",
     "served-model-name": "the name that clients use",
 }
+SCRIPTED = "scripted:"
 _READY_TIMEOUT_S = 600.0
 _PROGRESS_EVERY_S = 10.0
+_POLL_S = 0.02
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--ingress",
         choices=get_args(Ingress),
         default="direct",
-        help="who listens: the gateway itself (default), Serve's Python proxy, or Serve's HAProxy",
+        help="who listens: the gateway itself (default, cheapest), Serve's Python proxy, or Serve's HAProxy",
     )
     parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard too (on this machine only)")
     parser.add_argument("--ask", metavar="QUESTION", help="ask this once it is ready, and print the answer")
@@ -97,13 +102,13 @@ def run(args: argparse.Namespace) -> int:
             progress.say(f"reading {config.engine.model}")
             served = _preflight(config)
             stop.check()
-            handle = _start(cluster, config, progress, stop)
+            handle = _start(cluster, config, served, progress, stop)
             url = f"http://{_url_host(options.host)}:{options.port}"
             _wait_until_ready(url, progress, stop)
             progress.done()
-            _greet(url, served, cluster)
+            _greet(url, served.name, cluster)
             if args.ask:
-                _ask(url, served, args.ask)
+                _ask(url, served.name, args.ask)
             stop.wait()
             progress.say("stopping: running answers may end")
             _drain(handle, config)
@@ -140,18 +145,39 @@ def app_config(args: argparse.Namespace) -> AppConfig:
     return parse_app_config({**values, "engine": engine, "guard": guard, "wiring": wiring}, "settings")
 
 
-def _preflight(config: AppConfig) -> str:
-    """Everything that can be known to be wrong, before Ray is started. Returns the name to be served."""
-    from shoal.deployments.cli.check import explain_engine
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What is known of a model before anything has started."""
+
+    name: str
+    files: tuple[Path, ...]
+    """Its weights; none for a scripted model."""
+
+
+def _preflight(config: AppConfig) -> _Served:
+    """What can be known to be wrong without loading anything: settings, rails, files. What needs torch to be known
+    (does the memory suffice?) the replica finds out: importing it here too would cost seconds and 150 MB."""
     from shoal.guardrails.pipeline import load_rails
 
     load_rails(config.guard)
-    return str(explain_engine(config.engine)["served_as"])
+    engine = config.engine
+    if engine.model.startswith(SCRIPTED):
+        from shoal.model_shards.executor.script_file import read_script_file
+
+        path = Path(engine.model.removeprefix(SCRIPTED)).expanduser()
+        read_script_file(path)
+        return _Served(engine.served_model_name or path.stem, ())
+    from shoal.model_shards.weights.open import read_config, weight_files
+    from shoal.model_shards.weights.sources import resolve_model
+
+    source = resolve_model(engine.model)
+    read_config(source)
+    return _Served(engine.served_model_name or source.name, tuple(weight_files(source)))
 
 
-def _start(cluster: LocalCluster, config: AppConfig, progress: _Progress, stop: _Stop) -> Any:
-    # While Ray starts, which is mostly waiting, this process compiles the CPU kernels if that was never done.
-    warming = threading.Thread(target=_warm_up, args=(config,), daemon=True)
+def _start(cluster: LocalCluster, config: AppConfig, served: _Served, progress: _Progress, stop: _Stop) -> Any:
+    # While Ray starts, which is mostly waiting, files are read ahead and the CPU kernels compiled if they never were.
+    warming = threading.Thread(target=_warm_up, args=(config, served), daemon=True)
     warming.start()
     progress.say("starting Ray")
     cluster.start()
@@ -161,22 +187,26 @@ def _start(cluster: LocalCluster, config: AppConfig, progress: _Progress, stop: 
     progress.say("starting Ray Serve")
     cluster.start_serve()
     stop.check()
-    warming.join()
     progress.say(f"loading {config.engine.model} in its replica")
-    from shoal.deployments.app import APP_NAME, build
+    from shoal.deployments.app import APP_NAME, build_graph
 
-    return cluster.run(build(config), APP_NAME)
+    return cluster.run(build_graph(config, cluster.listen), APP_NAME)
 
 
-def _warm_up(config: AppConfig) -> None:
-    """Best effort: the replica does the same, and reports what goes wrong."""
-    with contextlib.suppress(Exception):
-        if config.engine.device != "cuda" and not config.engine.model.startswith("scripted:"):
-            import torch
+def _warm_up(config: AppConfig, served: _Served) -> None:
+    """Best effort: the replica does the same, waits for a compilation that runs, and reports what goes wrong."""
+    with contextlib.suppress(OSError):
+        for path in served.files:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+    if served.files and config.engine.device != "cuda" and config.engine.backend in (None, "cpu"):
+        from shoal.kernels.cpu.build import NativeUnavailableError, build
 
-            from shoal.kernels.registry import select_ops
-
-            select_ops(torch.device("cpu"), torch.float32, backend=config.engine.backend)
+        with contextlib.suppress(NativeUnavailableError, OSError):
+            build()
 
 
 def _wait_until_ready(url: str, progress: _Progress, stop: _Stop) -> None:
@@ -188,7 +218,7 @@ def _wait_until_ready(url: str, progress: _Progress, stop: _Stop) -> None:
             return
         if time.monotonic() > deadline:
             raise ConfigError(f"{url} was not ready within {_READY_TIMEOUT_S:g} s.")
-        time.sleep(0.1)
+        time.sleep(_POLL_S)
 
 
 def _greet(url: str, model: str, cluster: LocalCluster) -> None:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from shoal.configs.errors import ModelLoadError
 from shoal.model_shards.tokenizer.tokenizer import TokenizerParts
 from shoal.model_shards.tokenizer.vocab_bytes import SPACE_MARK, byte_level_bytes, sentencepiece_bytes
-from shoal.model_shards.weights.gguf import GGUFFile
+from shoal.model_shards.weights.gguf import open_gguf
 from shoal.model_shards.weights.gguf_vocab import GGUFVocab, TokenType, end_token_ids, read_vocab
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 
 def parts_from_gguf(path: Path) -> TokenizerParts:
     """Raises ModelLoadError for metadata that is missing, malformed, or of a kind not known here."""
-    file = GGUFFile(path)
+    file = open_gguf(path)
     vocab = read_vocab(file.metadata, str(path))
     try:
         if vocab.model == "gpt2":

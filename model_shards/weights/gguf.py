@@ -17,11 +17,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.configs.errors import ModelLoadError
+from shoal.model_shards.weights.ggml_types import GGML_TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class GGUFTensor:
 
     name: str
     type_id: int
-    """ggml type number; `gguf.GGMLQuantizationType(type_id)`."""
+    """ggml type number, a key of GGML_TYPES."""
     type_name: str
     shape: tuple[int, ...]
     """In torch order, outermost first (the file stores it innermost first)."""
@@ -114,6 +116,20 @@ class GGUFFile:
         if not ok:
             raise _corrupt(self.path, f"general.alignment is {alignment!r}; a power of two was expected")
         return int(alignment)
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The file, read once as long as someone holds it: the engine, the tokenizer and the loader each want a part of a
+    header that may have hundreds of thousands of strings. Raises ModelLoadError."""
+    status = path.stat() if path.is_file() else None
+    key = (path, status and (status.st_ino, status.st_size, status.st_mtime_ns))
+    file = _OPEN_FILES.get(key)
+    if file is None:
+        file = _OPEN_FILES[key] = GGUFFile(path)
+    return file
+
+
+_OPEN_FILES: WeakValueDictionary[tuple[Path, tuple[int, int, int] | None], GGUFFile] = WeakValueDictionary()
 
 
 class _Cursor:
@@ -271,16 +287,13 @@ def _read_tensor_table(cursor: _Cursor, count: int, alignment: int) -> dict[str,
 
 
 def _checked_tensor(cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, offset: int) -> GGUFTensor:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    try:
-        kind = GGMLQuantizationType(type_id)
-    except ValueError:
+    kind = GGML_TYPES.get(type_id)
+    if kind is None:
         raise ModelLoadError(
-            f"{cursor.path}: tensor {name!r} has ggml type {type_id}, which this version of the gguf package "
-            "does not know. The file is corrupt or newer than the package."
-        ) from None
-    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+            f"{cursor.path}: tensor {name!r} has ggml type {type_id}, which is not known here. The file is corrupt or "
+            "newer than this version of Shoal."
+        )
+    block_elements, block_bytes = kind.block_elements, kind.block_bytes
     if min(shape) < 1 or shape[-1] % block_elements:
         raise _corrupt(
             cursor.path,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from shoal.configs.errors import ModelLoadError
 from shoal.model_shards.models.config import Family, ModelConfig, RopeScaling
 from shoal.model_shards.weights.config_check import check_config, check_num_layers
 from shoal.model_shards.weights.gguf import GGUFFile
-from shoal.model_shards.weights.gguf_dequant import dequantize
 from shoal.model_shards.weights.gguf_vocab import bos_token_id, end_token_ids
 from shoal.model_shards.weights.names import GGUF_ROPE_FACTORS, LAYER_NAMES
 
@@ -123,6 +120,10 @@ class _Parser:
             raise ModelLoadError(
                 f"{self.file.path}: {GGUF_ROPE_FACTORS} has shape {list(tensor.shape)}, expected [{head_dim // 2}]."
             )
+        import torch  # seconds, which only files with such a tensor take
+
+        from shoal.model_shards.weights.gguf_dequant import dequantize
+
         factors = torch.empty(head_dim // 2)
         dequantize(self.file.rows(tensor), tensor.type_id, factors)
         return tuple(factors.tolist())

@@ -9,6 +9,7 @@ apart, so that the halves of a byte row are runs of consecutive elements.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from shoal.configs.errors import ModelLoadError
+from shoal.model_shards.weights.ggml_types import GGML_TYPES
 
 CHUNK_ELEMENTS = 1 << 15
 """Elements decoded at a time: the temporaries stay in a core's L2 cache, and torch does not split operations of this
@@ -27,28 +29,41 @@ Decoder = Callable[[torch.Tensor, torch.Tensor], None]
 
 def dequantize(blocks: npt.NDArray[np.uint8], type_id: int, out: torch.Tensor) -> None:
     """Decodes `blocks` (uint8 [..., block_bytes]) into `out` (any float dtype, contiguous, as many elements as the
-    blocks hold). Raises ModelLoadError for a type that nothing here can decode."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    kind = GGMLQuantizationType(type_id)
-    block_elements, block_bytes = GGML_QUANT_SIZES[kind]
-    raw = blocks.reshape(-1, block_bytes)
-    target = out.view(-1, block_elements)
+    blocks hold), on as many threads as torch computes with. Raises ModelLoadError for a type that nothing here can
+    decode."""
+    kind = GGML_TYPES[type_id]
+    raw = blocks.reshape(-1, kind.block_bytes)
+    target = out.view(-1, kind.block_elements)
     assert len(raw) == len(target)
-    decode = _DECODERS.get(kind.name)
-    blocks_per_chunk = max(1, CHUNK_ELEMENTS // block_elements)
-    for start in range(0, len(raw), blocks_per_chunk):
-        # The copy is what reads the file; torch refuses to share read-only memory without a warning.
-        chunk = np.array(raw[start : start + blocks_per_chunk])
-        piece = target[start : start + blocks_per_chunk]
-        if decode is None:
-            piece.copy_(torch.from_numpy(_dequantize_with_gguf(chunk, kind.name, type_id)))
-        elif piece.dtype == torch.float32:
-            decode(torch.from_numpy(chunk), piece)
-        else:
-            values = torch.empty(piece.shape, dtype=torch.float32)
-            decode(torch.from_numpy(chunk), values)
-            piece.copy_(values)
+    blocks_per_chunk = max(1, CHUNK_ELEMENTS // kind.block_elements)
+    starts = range(0, len(raw), blocks_per_chunk)
+
+    def decode_chunks(mine: range) -> None:
+        for start in mine:
+            chunk = slice(start, start + blocks_per_chunk)
+            _decode_chunk(raw[chunk], kind.name, type_id, target[chunk])
+
+    threads = min(torch.get_num_threads(), len(starts))
+    if threads < 2:
+        decode_chunks(starts)
+        return
+    with ThreadPoolExecutor(threads, "dequantize") as pool:
+        # list() raises what a thread raised.
+        list(pool.map(decode_chunks, (starts[first::threads] for first in range(threads))))
+
+
+def _decode_chunk(blocks: npt.NDArray[np.uint8], name: str, type_id: int, out: torch.Tensor) -> None:
+    # The copy is what reads the file; torch refuses to share read-only memory without a warning.
+    chunk = np.array(blocks)
+    decode = _DECODERS.get(name)
+    if decode is None:
+        out.copy_(torch.from_numpy(_dequantize_with_gguf(chunk, name, type_id)))
+    elif out.dtype == torch.float32:
+        decode(torch.from_numpy(chunk), out)
+    else:
+        values = torch.empty(out.shape, dtype=torch.float32)
+        decode(torch.from_numpy(chunk), values)
+        out.copy_(values)
 
 
 def _dequantize_with_gguf(chunk: npt.NDArray[np.uint8], name: str, type_id: int) -> npt.NDArray[np.float32]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from shoal.kernels.quantized import GROUP, QuantFormat, QuantizedMatrix, quantize_int8
+from shoal.model_shards.weights.ggml_types import GGML_TYPES
 from shoal.model_shards.weights.gguf_dequant import dequantize, fifth_bits, q4_k_scales
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -39,9 +40,7 @@ def pack(blocks: npt.NDArray[np.uint8], type_id: int, type_name: str) -> Quantiz
     decoded here, ValueError for scales that are not finite."""
     rows = len(blocks)
     if type_name not in _DIRECT:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        values = torch.empty((rows, blocks.shape[1] * GGML_QUANT_SIZES[GGMLQuantizationType(type_id)][0]))
+        values = torch.empty((rows, blocks.shape[1] * GGML_TYPES[type_id].block_elements))
         dequantize(blocks, type_id, values)
         return quantize_int8(values)
     kind, split = _DIRECT[type_name]

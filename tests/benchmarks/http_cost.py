@@ -7,7 +7,7 @@ HTTP server in a process of its own; the clients are bare sockets in this proces
 them, so that every token is a chunk of its own: without a pause the streams coalesce and each token looks cheap.
 
 Layouts: `colocated` is the gateway under uvicorn; `data-plane` the same with tokens that come over ZMQ, as from an
-engine in another process; `serve` is the colocated gateway as a replica of Ray Serve with direct ingress.
+engine in another process; `serve` is the colocated gateway as a replica of Ray Serve, as under `shoal serve`.
 
 Per token: (CPU of long answers - CPU of short answers) / (tokens between them); per request: what is left of the
 answers. Wall-clock figures are only the added TTFT, from one stream on an unpaced model; on a busy machine they say
@@ -63,6 +63,9 @@ class PacedExecutor(scripted.ScriptedExecutor):
     """A scripted model whose step takes `step_s`, whatever is in it."""
 
     step_s = 0.0
+    late_s: list[float] = []
+    """By how much each step took longer than it was asked to: the thread that runs the model had to wait for a CPU, or
+    for the interpreter, which the event loop held."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -72,7 +75,9 @@ class PacedExecutor(scripted.ScriptedExecutor):
         return self._pace.submit(self._wait, plan)
 
     def _wait(self, plan: StepPlan) -> StepOutput:
+        due = time.perf_counter() + PacedExecutor.step_s
         time.sleep(PacedExecutor.step_s)
+        PacedExecutor.late_s.append(time.perf_counter() - due)
         return super().submit(plan).result()
 
 
@@ -119,7 +124,11 @@ class Probe:
 
     def pace(self, step_s: float) -> None:
         PacedExecutor.step_s = step_s
+        PacedExecutor.late_s.clear()
         self._timings.lines.clear()
+
+    def late(self) -> list[float]:
+        return PacedExecutor.late_s
 
     def timings(self) -> list[dict[str, float]]:
         return self._timings.lines
@@ -198,16 +207,20 @@ def serve_server(config: AppConfig) -> Iterator[Server]:
     cluster.prepare()
     from ray import serve
 
-    from shoal.deployments.app import dispatch
     from shoal.deployments.gateway import Gateway
+    from shoal.deployments.listener import Listener
     from shoal.deployments.ray_metrics import RayMirror
 
+    listen = cluster.listen
+    assert listen is not None
+
     @serve.deployment(name="Gateway", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 1})
-    @serve.ingress(lambda: dispatch)
     class Replica:
         async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
             self.probe = http_cost().Probe()
             self.gateway = await Gateway.colocated(config, RayMirror)
+            self.listener = Listener(self.gateway.asgi, listen, max_connections=1000)
+            await self.listener.start()
 
         async def command(self, name: str, argument: Any) -> Any:
             return self.probe.answer(name, argument)

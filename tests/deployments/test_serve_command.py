@@ -201,6 +201,7 @@ def test_it_serves_answers_and_stops_everything(run_serve: Any, tiny_script: Pat
     running.wait_until("Try:", 240)
     assert "starting Ray Serve" in running.output
     below = set(descendants(running.process.pid))
+    assert not [name for pid, _ in below if (name := _needless(pid))], "processes that serving does not need"
     directory = running.directory()
     assert (directory / "auth_token").stat().st_mode & 0o777 == 0o600
     assert listening_addresses(running.port) == {"0100007F"}, "on loopback only"
@@ -228,8 +229,29 @@ def test_it_serves_answers_and_stops_everything(run_serve: Any, tiny_script: Pat
         httpx.get(running.url)
 
 
+def _needless(pid: int) -> str | None:
+    """Its command line, when it is one of Ray's processes that only cost memory and time here."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return command if re.search(r"dashboard/dashboard\.py|monitor\.py", command) else None
+
+
 def _alive(processes: set[tuple[int, str]]) -> set[tuple[int, str]]:
     return {(pid, started) for pid, started in processes if start_time(pid) == started}
+
+
+@pytest.mark.serve
+@pytest.mark.real_model
+def test_what_only_the_engine_can_refuse_stops_everything(smollm2: Any) -> None:
+    sizes = ["--max-model-len", "4096", "--kv-cache-memory", "1MiB"]
+    ran = subprocess.run(
+        [*SHOAL, "serve", "smollm2-135m", *sizes, "--port", str(free_port())],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "max_model_len=4096" in ran.stderr
+    assert "1 MiB are left for the KV cache" in " ".join(ran.stderr.split()), "with the arithmetic"
+    assert "stopped" in ran.stderr
 
 
 @pytest.mark.serve

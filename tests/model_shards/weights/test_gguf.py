@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from shoal.configs.errors import ModelLoadError
 from shoal.model_shards.tokenizer.from_gguf import parts_from_gguf
+from shoal.model_shards.weights.ggml_types import GGML_TYPES
 from shoal.model_shards.weights.gguf import GGUFFile
 from shoal.model_shards.weights.gguf_checkpoint import GGUFCheckpoint
 
@@ -163,3 +164,8 @@ def test_flipped_bytes_never_crash(whole_model: bytes, damaged: Path, data: st.D
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 << 20
+
+
+def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
+    theirs = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert theirs.items() <= {type_id: tuple(kind) for type_id, kind in GGML_TYPES.items()}.items()
