@@ -8,6 +8,7 @@ They are a least-squares fit that forgets, with no weight below zero (a step is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _MEMORY = 0.97
@@ -21,9 +22,7 @@ _TOLERANCE = 0.1
 is asked for (it takes some 40 microseconds, and most steps are decodes that ask for none)."""
 _BASE_ROWS = 8.0
 """Errors weigh by 1 / (rows + this): noise grows with the step, and the smallest ones are dominated by the constant."""
-_PRIOR_WEIGHT = 0.03
-_PRIOR_MEMORY = 0.9
-_LEAST_PRIOR_WEIGHT = 1e-5
+_PRIOR_WEIGHT = 0.3
 _FEATURES = 5
 
 
@@ -53,17 +52,18 @@ class StepShape:
         return (1.0, self.decodes, self.decode_context, self.prompt_tokens, self.prompt_context)
 
 
-_PRIOR = (0.010, 0.003, 4e-6, 0.003, 2e-6)
-"""Seconds: a model of 100 million parameters on few cores, on the slow side, so that the first pieces are small."""
+_PRIOR = (0.012, 0.002, 2e-6, 0.002, 1e-6)
+"""Seconds: a model of 100 million parameters on few cores. Once steps are measured only its proportions count, and only
+for what they leave open: when all pieces are alike, nothing else tells the price of a token from that of a step."""
 _IMAGINED = (
     StepShape(decodes=1, decode_context=256),
     StepShape(decodes=8, decode_context=2048),
-    StepShape(decodes=8, decode_context=16384),
+    StepShape(decodes=8, decode_context=4096),
     StepShape(prompt_tokens=64, prompt_context=2080),
-    StepShape(prompt_tokens=32, prompt_context=66064),
+    StepShape(prompt_tokens=32, prompt_context=33296),
 )
-"""They decide what measured steps leave open (and are independent, so nothing else is), and fade as steps are measured,
-down to where they still do that and nothing more."""
+"""Steps that took what the prior says, on a machine as fast as the one that is measured. Linearly independent, so that
+the fit always has one answer."""
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class _Memory:
 
     products: list[list[float]] = field(default_factory=lambda: [[0.0] * _FEATURES for _ in range(_FEATURES)])
     targets: list[float] = field(default_factory=lambda: [0.0] * _FEATURES)
-    surprised: bool = True
-    """By the last step. At first by nothing yet: the first measured step is believed."""
+    surprised: bool = False
+    """By the last step, which took too long."""
 
     def fade(self, factor: float) -> None:
         self.products = [[factor * value for value in row] for row in self.products]
@@ -97,13 +97,11 @@ class StepCostModel:
         self._prompts = _Memory()
         """Steps with prompts are remembered apart: a thousand decodes between two prompts do not wipe them out."""
         self._prior = _Memory()
-        self._prior_weight = _PRIOR_WEIGHT
         self._weights = list(_PRIOR)
         self._fitted = True
         for shape in _IMAGINED:
             features = shape.features()
-            seconds = sum(weight * feature for weight, feature in zip(_PRIOR, features, strict=True))
-            self._prior.add(features, seconds, _weight_of(shape))
+            self._prior.add(features, _dot(_PRIOR, features), _PRIOR_WEIGHT * _weight_of(shape))
 
     def predict(self, shape: StepShape) -> float:
         """Seconds."""
@@ -132,23 +130,27 @@ class StepCostModel:
             memory.fade(_FADE if slow or fast else _MEMORY)
         memory.surprised = slow
         memory.add(features, seconds, _weight_of(shape))
-        self._prior_weight = max(_LEAST_PRIOR_WEIGHT, _PRIOR_MEMORY * self._prior_weight)
         self._fitted = False
         if abs(seconds - expected) > _TOLERANCE * expected:
             self._fit()
         return expected
 
     def _expect(self, features: tuple[float, ...]) -> float:
-        return sum(weight * feature for weight, feature in zip(self._weights, features, strict=True))
+        return _dot(self._weights, features)
 
     def _fit(self) -> None:
         if self._fitted:
             return
         self._fitted = True
-        a, b, prior, light = self._decodes, self._prompts, self._prior, self._prior_weight
         every = range(_FEATURES)
-        products = [[a.products[i][j] + b.products[i][j] + light * prior.products[i][j] for j in every] for i in every]
-        targets = [a.targets[i] + b.targets[i] + light * prior.targets[i] for i in every]
+        measured = _Memory(
+            [[self._decodes.products[i][j] + self._prompts.products[i][j] for j in every] for i in every],
+            [self._decodes.targets[i] + self._prompts.targets[i] for i in every],
+        )
+        slowness = _dot(_PRIOR, measured.targets) / _dot(_PRIOR, [_dot(_PRIOR, row) for row in measured.products])
+        prior = self._prior
+        products = [[measured.products[i][j] + prior.products[i][j] for j in every] for i in every]
+        targets = [measured.targets[i] + slowness * prior.targets[i] for i in every]
         kept = list(range(_FEATURES))
         while True:
             solution = _solve([[products[i][j] for j in kept] for i in kept], [targets[i] for i in kept])
@@ -176,6 +178,10 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
         rest = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
         solution[i] = (rows[i][size] - rest) / rows[i][i]
     return [value * factor for value, factor in zip(solution, scale, strict=True)]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _weight_of(shape: StepShape) -> float:
