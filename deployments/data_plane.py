@@ -79,6 +79,9 @@ class DeltaReceiver:
             message = f"The data plane would listen on {host}; set wiring.allow_remote to true if that is meant."
             raise ConfigError(message, param="wiring.data_plane_host")
         self._hub = hub
+        self._loop = asyncio.get_running_loop()
+        self._descriptor: int | None = None
+        """Of the socket, while it is watched."""
         self._allowed_keys: set[bytes] = set()
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
@@ -103,7 +106,6 @@ class DeltaReceiver:
             message = f"The data plane cannot listen on {host}: {error}."
             raise ConfigError(message, param="wiring.data_plane_host") from None
         self.address = ReplyAddress(endpoint=f"tcp://{shown}:{port}", server_key=public)
-        self._loop = asyncio.get_running_loop()
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._take)
         self._loop.call_soon(self._take)
@@ -135,8 +137,9 @@ class DeltaReceiver:
         self._loop.call_soon(self._take)
 
     def close(self) -> None:
-        if hasattr(self, "_loop") and not self._socket.closed:
+        if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
+            self._descriptor = None
         self._authenticator.stop()
         self._socket.close()
         self._context.term()

@@ -60,7 +60,9 @@ class Tokenizer:
         not valid Unicode (a lone surrogate).
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch of one: `encode` would keep the interpreter locked, tens of milliseconds for a long text.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         except (UnicodeEncodeError, TypeError):
             if isinstance(text, str) and not _is_valid_unicode(text):
                 raise InvalidRequestError(

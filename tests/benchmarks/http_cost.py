@@ -10,8 +10,9 @@ Layouts: `colocated` is the gateway under uvicorn; `data-plane` the same with to
 engine in another process; `serve` is the colocated gateway as a replica of Ray Serve, as under `shoal serve`.
 
 Per token: (CPU of long answers - CPU of short answers) / (tokens between them); per request: what is left of the
-answers. Wall-clock figures are only the added TTFT, from one stream on an unpaced model; on a busy machine they say
-nothing. `engine` is the thread that schedules, commits and makes text; `loop` is all that HTTP is.
+answers. `engine` is the thread that schedules, commits and makes text; `loop` is all that HTTP is. Two figures are wall
+clock and say nothing on a busy machine: the added TTFT, of one stream on an unpaced model, and by how much steps are
+late (`--switch-interval-ms` is how long Python lets a thread keep the interpreter while another waits for it).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.configs.app import AppConfig
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
@@ -63,7 +65,7 @@ class PacedExecutor(scripted.ScriptedExecutor):
     """A scripted model whose step takes `step_s`, whatever is in it."""
 
     step_s = 0.0
-    late_s: list[float] = []
+    late_s: ClassVar[list[float]] = []
     """By how much each step took longer than it was asked to: the thread that runs the model had to wait for a CPU, or
     for the interpreter, which the event loop held."""
 
@@ -111,7 +113,8 @@ class Timings(logging.Handler):
 class Probe:
     """The benchmark's view into a server: its CPU time, its stages, and how fast its model is."""
 
-    def __init__(self) -> None:
+    def __init__(self, switch_interval_s: float) -> None:
+        sys.setswitchinterval(switch_interval_s)
         self._loop_thread = threading.get_native_id()
         self._timings = Timings()
         access = logging.getLogger("shoal.access")
@@ -137,7 +140,7 @@ class Probe:
         return getattr(self, command)(*([] if argument is None else [argument]))
 
 
-async def serve_here(layout: str, config: AppConfig) -> None:
+async def serve_here(layout: str, config: AppConfig, switch_interval_s: float) -> None:
     """Serves on a free port, which is printed; then obeys commands from standard input, a line each, until its end."""
     import socket
 
@@ -146,7 +149,7 @@ async def serve_here(layout: str, config: AppConfig) -> None:
     from shoal.deployments.gateway import Gateway, build_shard_group, build_tokenizer
     from shoal.deployments.guard import Guard
 
-    probe = Probe()
+    probe = Probe(switch_interval_s)
     if layout == "colocated":
         gateway, group = await Gateway.colocated(config), None
     else:
@@ -177,8 +180,8 @@ class Server:
 
 
 @contextmanager
-def child_server(layout: str, config: AppConfig) -> Iterator[Server]:
-    arguments = [sys.executable, __file__, "--child", layout, config.model_dump_json()]
+def child_server(layout: str, config: AppConfig, switch_interval_s: float) -> Iterator[Server]:
+    arguments = [sys.executable, __file__, "--child", layout, config.model_dump_json(), str(switch_interval_s)]
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -199,8 +202,8 @@ def child_server(layout: str, config: AppConfig) -> Iterator[Server]:
 
 
 @contextmanager
-def serve_server(config: AppConfig) -> Iterator[Server]:
-    """A replica like `GatewayReplica`, with a probe."""
+def serve_server(config: AppConfig, switch_interval_s: float) -> Iterator[Server]:
+    """The gateway's replica as `shoal serve` deploys it, with a probe."""
     from shoal.deployments.local_cluster import ClusterOptions, LocalCluster, free_port
 
     cluster = LocalCluster(ClusterOptions(port=free_port()))
@@ -211,19 +214,23 @@ def serve_server(config: AppConfig) -> Iterator[Server]:
     from shoal.deployments.listener import Listener
     from shoal.deployments.ray_metrics import RayMirror
 
-    listen = cluster.listen
-    assert listen is not None
+    address = cluster.listen
+    assert address is not None
 
-    @serve.deployment(name="Gateway", max_ongoing_requests=1000, ray_actor_options={"num_cpus": 1})
+    @serve.deployment(name="Gateway", ray_actor_options={"num_cpus": 1})
     class Replica:
         async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
-            self.probe = http_cost().Probe()
+            self.probe = http_cost().Probe(switch_interval_s)
             self.gateway = await Gateway.colocated(config, RayMirror)
-            self.listener = Listener(self.gateway.asgi, listen, max_connections=1000)
+            self.listener = Listener(self.gateway.asgi, address, 1000)
             await self.listener.start()
 
         async def command(self, name: str, argument: Any) -> Any:
             return self.probe.answer(name, argument)
+
+        async def __del__(self) -> None:
+            await self.gateway.close()
+            await self.listener.stop()
 
     try:
         cluster.start()
@@ -305,10 +312,13 @@ async def cost(server: Server, streams: int, *, stream: bool, repeats: int) -> d
             slope = (long.get(role, 0.0) - short.get(role, 0.0)) / (len(answers) * (LONG - SHORT))
             per_token[role].append(slope * 1e6)
             per_request[role].append((short.get(role, 0.0) / len(answers) - slope * SHORT) * 1e6)
+    late_ms = sorted(1e3 * seconds for seconds in await server.ask("late"))
     return {
         "streams": streams,
         "mode": "stream" if stream else "whole",
         "tokens_per_event": repeats * len(answers) * LONG / events if stream else None,
+        "step_ms": step_s * 1e3,
+        "late_ms": {"p50": statistics.median(late_ms), "p99": late_ms[int(0.99 * (len(late_ms) - 1))]},
         "us_per_token": {role: statistics.median(values) for role, values in per_token.items()},
         "us_per_request": {role: statistics.median(values) for role, values in per_request.items()},
     }
@@ -337,15 +347,20 @@ async def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]
 def show(layout: str, result: dict[str, Any]) -> None:
     stages = ", ".join(f"{name} {value:.2f}" for name, value in result["first_token_ms"].items())
     print(f"\n{layout}: one stream, model of no time, ms since the request: {stages}")
-    print(f"{'':16}{'server':>9}" + "".join(f"{column:>12}" for column in (*COLUMNS, "client")) + "   tokens/event")
+    print(
+        f"{'':16}{'server':>9}"
+        + "".join(f"{column:>12}" for column in (*COLUMNS, "client"))
+        + "  tokens/event, late steps"
+    )
     for run in result["runs"]:
         for unit in ("us_per_token", "us_per_request"):
             values = run[unit]
             total = sum(values.get(column, 0.0) for column in COLUMNS)
             label = f"{run['streams']:>4} {run['mode']:<6} {'token' if unit == 'us_per_token' else 'req.'}"
             cells = "".join(f"{values.get(column, 0.0):>12.1f}" for column in (*COLUMNS, "client"))
-            per_event = run["tokens_per_event"] if unit == "us_per_token" else None
-            print(f"{label:16}{total:>9.1f}{cells}" + (f"{per_event:>12.2f}" if per_event else ""))
+            per_event = f"{run['tokens_per_event']:.2f}, " if run["tokens_per_event"] else ""
+            late = "p50 {p50:.2f} p99 {p99:.2f} ms".format(**run["late_ms"])
+            print(f"{label:16}{total:>9.1f}{cells}" + (f"  {per_event}{late}" if unit == "us_per_token" else ""))
 
 
 def main() -> None:
@@ -354,15 +369,16 @@ def main() -> None:
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 32, 128])
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["stream", "whole"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--switch-interval-ms", type=float, default=sys.getswitchinterval() * 1e3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        layout, config = options.child
+        layout, config, switch_interval_s = options.child
         from uvicorn.loops.auto import auto_loop_factory
 
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-            runner.run(http_cost().serve_here(layout, AppConfig.model_validate_json(config)))
+            runner.run(http_cost().serve_here(layout, AppConfig.model_validate_json(config), float(switch_interval_s)))
         return
     results = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -371,7 +387,9 @@ def main() -> None:
         engine = {"model": f"scripted:{script}", "max_num_batched_tokens": 32768, "max_num_seqs": 256}
         config = AppConfig.model_validate({"engine": engine})
         for layout in options.layouts:
-            with serve_server(config) if layout == "serve" else child_server(layout, config) as server:
+            interval_s = options.switch_interval_ms / 1e3
+            start = serve_server if layout == "serve" else partial(child_server, layout)
+            with start(config, interval_s) as server:
                 results[layout] = asyncio.run(measure(server, options))
             show(layout, results[layout])
     if options.json:
