@@ -26,8 +26,8 @@ class Policy(ABC):
 
     def piece_key(self, sequence: Sequence) -> Key:
         """Smaller gets a piece of the step first, among prompts that share it: the shortest rest, so that a short
-        prompt does not wait for the end of long ones. May change from step to step. It decides in most steps, `key` in
-        the others, so that no long prompt is put off for ever."""
+        prompt does not wait for the end of long ones. Changes as a sequence advances, never while it waits. It decides
+        in most steps, `key` in the others, so that no long prompt is put off for ever."""
         return (sequence.num_remaining, *self.key(sequence))
 
     @abstractmethod
