@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 SEED, SAMPLE_INDEX, POSITION, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(7)
-"""Columns. Seed, sample index, output position and top_k (0: off) are integers; the last three the bits of a double.
-Temperature 0 is greedy; top_p 1 and min_p 0 are off."""
+"""Columns. Seed, sample index, output position and top_k are integers; the last three the bits of a double.
+Temperature 0 is greedy; a top_k of 0 or of the vocabulary and more, top_p 1 and min_p 0 are off."""
 WORDS = 8
 """Of a row: the columns, padded so that every row is aligned alike."""
 FAILED_FLAG = 1

@@ -17,7 +17,7 @@ def sample(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     uniforms = philox_uniforms(draws).tolist()
     for row, (values, words) in enumerate(zip(logits.double(), draws, strict=True)):
         temperature, top_p, min_p = words[TEMPERATURE : MIN_P + 1].view(torch.float64).tolist()
-        top_k = int(words[TOP_K])
+        top_k = int(words[TOP_K]) if words[TOP_K] < vocab else 0
         # Stable: among equals the lower id comes first.
         ordered, ids = torch.sort(values, descending=True, stable=True)
         if not bool(torch.isfinite(ordered[0])):  # a NaN sorts before everything

@@ -18,14 +18,16 @@ from multiprocessing import get_context
 
 import torch
 
-from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.draws import WORDS
+from shoal.kernels.ops import AttentionMetadata, HeadNorms
 from shoal.kernels.page_format import PageFormat
 from shoal.kernels.triton_ops.activation import gated_launch
 from shoal.kernels.triton_ops.aot import Resources, compile_launch
 from shoal.kernels.triton_ops.attention import attention_launches
 from shoal.kernels.triton_ops.launch import INTERPRETED, SM80, SM90, SM100, GpuTarget, Launch
-from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch
-from shoal.kernels.triton_ops.rotary import rotary_launch
+from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch, rms_norm_rows_launch
+from shoal.kernels.triton_ops.rotary import rotary_launch, rotary_store_kv_launch
+from shoal.kernels.triton_ops.sampling import sample_launches
 from shoal.kernels.triton_ops.store import store_kv_launch
 
 TARGETS = (SM80, SM90, SM100)
@@ -103,6 +105,11 @@ def _rms_norm(_: GpuTarget) -> Launch:
     return rms_norm_launch(x, _empty(4096, dtype=torch.float32), 1e-5, x, torch.empty_like(x), torch.empty_like(x))
 
 
+def _rms_norm_rows(_: GpuTarget) -> Launch:
+    rows, weight = _empty(32, dtype=torch.int64), _empty(4096, dtype=torch.float32)
+    return rms_norm_rows_launch(_empty(64, 4096), rows, weight, 1e-5, _empty(32, 4096))
+
+
 def _head_rms_norm(_: GpuTarget) -> Launch:
     x = _empty(64, 32, 128)
     return head_rms_norm_launch(x, _empty(128, dtype=torch.float32), 1e-6, torch.empty_like(x))
@@ -111,6 +118,33 @@ def _head_rms_norm(_: GpuTarget) -> Launch:
 def _rotary(_: GpuTarget) -> Launch:
     cos_sin = _empty(8192, 128, dtype=torch.float32)
     return rotary_launch(_empty(64, 32, 128), _empty(64, 8, 128), _empty(64, dtype=torch.int64), cos_sin)
+
+
+def rotary_store_kv_case(*, tokens: int = 64, normed: bool = False) -> Callable[[GpuTarget], Launch]:
+    def build(_: GpuTarget) -> Launch:
+        one = _empty(tokens, dtype=torch.int64)
+        empty = _empty(0, dtype=torch.int32)
+        meta = AttentionMetadata(empty, empty, empty, slot_mapping=one, positions=one, max_query_len=1, max_seq_len=1)
+        pages = PageFormat("canonical", 16, 8, 128, torch.bfloat16).allocate(1024, torch.device("meta"))
+        # Views of one projection, as models have them.
+        qkv = torch.split_with_sizes(_empty(tokens, 48, 128), [32, 8, 8], dim=1)
+        weight = _empty(128, dtype=torch.float32)
+        norms = HeadNorms(weight, weight, 1e-6) if normed else None
+        return rotary_store_kv_launch(
+            (qkv[0], qkv[1], qkv[2]), _empty(8192, 128, dtype=torch.float32), pages, meta, norms
+        )
+
+    return build
+
+
+def sampling_case(index: int, *, rows: int = 64, vocab: int = 128256) -> Callable[[GpuTarget], Launch]:
+    """Launch `index` of a draw over fp32 logits."""
+
+    def build(_: GpuTarget) -> Launch:
+        logits, draws = _empty(rows, vocab, dtype=torch.float32), _empty(rows, WORDS, dtype=torch.int64)
+        return sample_launches(logits, draws, _empty(2, rows, dtype=torch.int64))[index]
+
+    return build
 
 
 def _silu(_: GpuTarget) -> Launch:
@@ -167,10 +201,17 @@ CASES = (
     Case("merge of a split decode, heads of 128", attention_case((32, 8), 128, decode=True, index=1), 64, (0, 0, 0)),
     Case("store_kv, 8 heads of 128", _store, 64, (0, 0, 0)),
     Case("rms_norm of 4096 with residual", _rms_norm, 64, (1, 1, 1)),
+    Case("rms_norm of 32 rows of 4096", _rms_norm_rows, 64, (1, 1, 1)),
     Case("head_rms_norm, 32 heads of 128", _head_rms_norm, 64, (1, 1, 1)),
     Case("rotary, 32/8 heads of 128", _rotary, 64, (0, 0, 0)),
+    Case("rotary and store_kv, 32/8 heads of 128", rotary_store_kv_case(), 64, (0, 0, 0)),
+    Case("head norms, rotary and store_kv, 32/8 heads of 128", rotary_store_kv_case(normed=True), 64, (0, 0, 0)),
     Case("silu_and_mul of 14336", _silu, 64, (0, 0, 0)),
     Case("gelu_tanh_and_mul of 14336", _gelu, 64, (0, 0, 0)),
+    Case("sampling, row maxima of 128256", sampling_case(0), 64, (1, 1, 1)),
+    Case("sampling, row masses of 128256", sampling_case(1), 128, (17, 17, 17)),
+    # One program of 512 threads a row: 128 registers are all that there are.
+    Case("sampling, draw from 128256", sampling_case(2), 128, (49, 49, 49)),
 )
 
 

@@ -61,12 +61,19 @@ def _real(draws_ptr, row, column: tl.constexpr):
 
 
 @triton.jit
-def _shape_of_draw(draws_ptr, row):
+def _top_k(draws_ptr, row, VOCAB: tl.constexpr):
+    """0 where it keeps everything."""
+    top_k = _word(draws_ptr, row, TOP_K)
+    return tl.where(top_k < VOCAB, top_k, 0)
+
+
+@triton.jit
+def _shape_of_draw(draws_ptr, row, VOCAB: tl.constexpr):
     """(greedy, filtered, 1 / temperature, least log-weight that min_p keeps) in fp32."""
     temperature = _real(draws_ptr, row, TEMPERATURE).to(tl.float32)
     min_p = _real(draws_ptr, row, MIN_P).to(tl.float32)
     greedy = temperature == 0.0
-    filtered = (_word(draws_ptr, row, TOP_K) > 0) | (_real(draws_ptr, row, TOP_P) < 1.0) | (min_p > 0.0)
+    filtered = (_top_k(draws_ptr, row, VOCAB) > 0) | (_real(draws_ptr, row, TOP_P) < 1.0) | (min_p > 0.0)
     inverse = 1.0 / tl.where(greedy, 1.0, temperature)
     # Below 2**-41 there is nothing to keep off: such masses are 0.
     return greedy, filtered & (greedy == 0), inverse, tl.log(tl.maximum(min_p, 1e-20))
@@ -142,7 +149,7 @@ def row_maxima_kernel(
     _, token, value, inside = _tile(logits_ptr + row * logits_stride, tile, VOCAB, COLUMNS, TILE)
     code = tl.where(inside, _code(value, token, ID_BITS), -FAR)
     tl.store(work_ptr + tile, tl.max(tl.max(code, 1), 0))
-    _, filtered, _, _ = _shape_of_draw(draws_ptr, row)
+    _, filtered, _, _ = _shape_of_draw(draws_ptr, row, VOCAB)
     if filtered:
         word = tile * CLEARED + tl.arange(0, CLEARED)
         tl.store(work_ptr + TILES + word, tl.zeros([CLEARED], dtype=tl.int64), mask=word <= ABOVE_MIN_P)
@@ -157,7 +164,7 @@ def row_masses_kernel(
     """Grid (rows, tiles). Each token adds to its bin (narrow, so that few meet in one), or each column is summed."""
     row = tl.program_id(0).to(tl.int64)
     work_ptr += row * work_stride
-    greedy, filtered, inverse, least = _shape_of_draw(draws_ptr, row)
+    greedy, filtered, inverse, least = _shape_of_draw(draws_ptr, row, VOCAB)
     _, largest, sound = _largest(work_ptr, TILES, TILE_SLOTS, ID_BITS)
     if greedy | (sound == 0):
         return
@@ -169,7 +176,7 @@ def row_masses_kernel(
         bin = _bin(log_weight)
         weighs = mass > 0
         tl.atomic_add(bins_ptr + bin, mass, mask=weighs, sem="relaxed")
-        if _word(draws_ptr, row, TOP_K) > 0:
+        if _top_k(draws_ptr, row, VOCAB) > 0:
             tl.atomic_add(bins_ptr + BINS + bin, tl.full(mass.shape, 1, dtype=tl.int64), mask=weighs, sem="relaxed")
         kept = tl.sum(tl.sum(tl.where(log_weight >= least, mass, 0), 1), 0)
         tl.atomic_add(bins_ptr + ABOVE_MIN_P, kept, sem="relaxed")
@@ -318,7 +325,7 @@ def draw_tokens_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     work_ptr += row * work_stride
-    greedy, filtered, inverse, _ = _shape_of_draw(draws_ptr, row)
+    greedy, filtered, inverse, _ = _shape_of_draw(draws_ptr, row, VOCAB)
     code, largest, sound = _largest(work_ptr, TILES, TILE_SLOTS, ID_BITS)
     flag_ptr = out_ptr + tl.num_programs(0) + row
     if sound == 0:
@@ -338,7 +345,7 @@ def draw_tokens_kernel(
 
     bin = tl.arange(0, BINS)
     kept = tl.sum(tl.load(bins_ptr + bin), 0)
-    top_k = _word(draws_ptr, row, TOP_K)
+    top_k = _top_k(draws_ptr, row, VOCAB)
     top_p = _real(draws_ptr, row, TOP_P)
     for stage in range(0, 3):
         # top_k, top_p, draw

@@ -25,6 +25,23 @@ def test_longer_sequences_run_the_same_split_decode(launch: int) -> None:
     assert len(variants) == 1
 
 
+@pytest.mark.parametrize("launch", [0, 1, 2], ids=["maxima", "masses", "draw"])
+def test_any_number_of_rows_is_drawn_by_the_same_kernels(launch: int) -> None:
+    variants = {
+        specialised_source(budgets.sampling_case(launch, rows=rows)(SM90)).hash() for rows in (1, 2, 7, 16, 512)
+    }
+    assert len(variants) == 1
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_any_number_of_tokens_is_rotated_and_stored_by_the_same_kernel(normed: bool) -> None:
+    variants = {
+        specialised_source(budgets.rotary_store_kv_case(tokens=tokens, normed=normed)(SM90)).hash()
+        for tokens in (1, 5, 16, 300)
+    }
+    assert len(variants) == 1
+
+
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 def test_one_block_is_no_special_case(decode: bool) -> None:
     variants = {

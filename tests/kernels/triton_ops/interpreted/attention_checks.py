@@ -9,6 +9,8 @@ import torch
 
 from shoal.kernels.ops import AttentionMetadata
 from shoal.kernels.page_format import KVPages, PageFormat
+from shoal.kernels.triton_ops.attention import attention_launches
+from shoal.kernels.triton_ops.launch import SM80
 
 # A step of chunked prefill: three decodes, the tail of a prompt, a whole prompt, one more prompt's middle.
 MIXED = [(5, 1), (70, 1), (16, 1), (50, 9), (17, 17), (40, 3)]
@@ -129,6 +131,57 @@ def test_decodes_are_found_when_nobody_counted_them(triton_ops, paged_case) -> N
     counted = ops.paged_attention(case.q, case.pages, case.meta, case.scale)
     uncounted = ops.paged_attention(case.q, case.pages, replace(case.meta, num_decodes=0), case.scale)
     assert torch.equal(counted, uncounted)
+
+
+def captured(case, sequences: int, longest: int) -> AttentionMetadata:
+    """The step's metadata as a captured step has it: padded with sequences of no tokens, whose table rows hold
+    anything, and with no bound on the lengths but the longest of the model."""
+    meta, padding = case.meta, sequences - len(case.meta.seq_lens)
+    width = longest // case.pages.format.block_size
+    tables = torch.full((sequences, width), 2**31 - 1, dtype=torch.int32)
+    tables[: len(meta.seq_lens), : meta.block_tables.shape[1]] = meta.block_tables
+    return replace(
+        meta,
+        query_start=torch.cat((meta.query_start, meta.query_start[-1].repeat(padding))),
+        seq_lens=torch.nn.functional.pad(meta.seq_lens, (0, padding)),
+        block_tables=tables,
+        max_seq_len=longest,
+        num_decodes=sequences if meta.max_query_len == 1 else meta.num_decodes,
+    )
+
+
+@pytest.mark.parametrize("longest", [256, 4096], ids=["one segment", "split"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    "sequences", [[(5, 1), (200, 1), (70, 1)], [(5, 1), (50, 9), (17, 17)]], ids=["decodes", "mixed"]
+)
+def test_padded_sequences_change_nothing_and_write_nothing(paged_case, triton_ops, sequences, window, longest) -> None:
+    """The grid and the split come from bounds; what is beyond the step's tokens stays as it was, to the last bit."""
+    case = paged_case(sequences, heads=(4, 2), head_dim=64, window=window)
+    expected, expected_lse = triton_ops(torch.float32).paged_attention_lse(
+        case.q, case.pages, case.meta, case.scale, window
+    )
+    meta = captured(case, 8, longest)
+    tokens = len(case.q)
+    q = torch.cat((case.q, torch.full((3, 4, 64), torch.nan)))
+    out, lse = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0)
+    for launch in attention_launches(q, case.pages, meta, case.scale, window, out, lse, SM80):
+        launch.run()
+    assert torch.equal(out[:tokens], expected)
+    assert torch.equal(lse[:tokens], expected_lse)
+    assert (out[tokens:] == 7.0).all()
+    assert (lse[tokens:] == 7.0).all()
+
+
+@pytest.mark.parametrize("longest", [16, 4096], ids=["one segment", "split"])
+def test_a_query_without_keys_gives_zeros(paged_case, triton_ops, longest: int) -> None:
+    """A padded sequence of one token, as some engines capture them."""
+    case = paged_case([(5, 1), (9, 1)], heads=(2, 1), head_dim=64)
+    meta = replace(case.meta, seq_lens=torch.tensor([5, 0], dtype=torch.int32), max_seq_len=longest)
+    out, lse = triton_ops(torch.float32).paged_attention_lse(case.q, case.pages, meta, case.scale)
+    assert out[0].any()
+    assert not out[1].any()
+    assert (lse[1] == -torch.inf).all()
 
 
 def test_pools_beyond_two_billion_elements_are_addressed(triton_ops, reference) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.kernels.ops import AttentionMetadata, HeadNorms, Ops
 from shoal.kernels.page_format import KVPages, PageFormat
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -88,6 +89,85 @@ def test_store_kv_to_narrower_pages_of_a_common_pool(triton_ops) -> None:
         expected[block, 0, offset] = k[token]
         expected[block, 1, offset] = v[token]
     assert torch.equal(pool, expected)
+
+
+def stored(ops, run, fused, heads, norms=None, pages_dtype=None) -> tuple[torch.Tensor, KVPages]:
+    """q and the pages after `run`, the fused operator or the composition of the others, on views of one projection."""
+    q_heads, kv_heads = heads
+    head_dim = fused.shape[2]
+    pages = PageFormat("canonical", 16, kv_heads, head_dim, pages_dtype or fused.dtype).allocate(5, torch.device("cpu"))
+    meta = AttentionMetadata(
+        query_start=torch.zeros(1, dtype=torch.int32),
+        seq_lens=torch.zeros(0, dtype=torch.int32),
+        block_tables=torch.zeros(0, 0, dtype=torch.int32),
+        slot_mapping=torch.tensor([17, -1, 79, 0])[: len(fused)],
+        positions=torch.tensor([0, 31, 7, 7])[: len(fused)],
+        max_query_len=1,
+        max_seq_len=1,
+    )
+    cos_sin = torch.randn(32, head_dim, generator=torch.Generator().manual_seed(3))
+    q, k, v = torch.split_with_sizes(fused.clone(), [q_heads, kv_heads, kv_heads], dim=1)
+    return run(ops, (q, k, v), cos_sin, pages, meta, norms), pages
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((2, 1), 96), ((20, 4), 64), ((4, 1), 256)])
+def test_rotary_and_store_are_the_operators_one_after_the_other(triton_ops, heads, head_dim: int, dtype) -> None:
+    """To the last bit, and nothing is written for slot -1."""
+    ops = triton_ops(dtype)
+    fused = torch.randn(4, sum(heads) + heads[1], head_dim).to(dtype)
+    (q, pages), (expected_q, expected) = (
+        stored(ops, run, fused, heads) for run in (type(ops).rotary_store_kv, Ops.rotary_store_kv)
+    )
+    assert torch.equal(q, expected_q)
+    assert torch.equal(pages.k, expected.k)
+    assert torch.equal(pages.v, expected.v)
+    assert torch.count_nonzero(pages.k.flatten(0, 1).flatten(1).any(dim=1)) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_head_norms_before_rotary_and_store(triton_ops, head_dim: int, dtype: torch.dtype) -> None:
+    """The squares of a head are summed in another order than by the operator alone: a last bit may differ."""
+    ops, heads = triton_ops(dtype), (4, 2)
+    fused = torch.randn(4, 8, head_dim).to(dtype)
+    norms = HeadNorms(torch.randn(head_dim), torch.randn(head_dim), 1e-6)
+    (q, pages), (expected_q, expected) = (
+        stored(ops, run, fused, heads, norms) for run in (type(ops).rotary_store_kv, Ops.rotary_store_kv)
+    )
+    close(q, expected_q)
+    close(pages.k, expected.k)
+    assert torch.equal(pages.v, expected.v)
+
+
+def test_rotary_and_store_to_narrower_pages(triton_ops) -> None:
+    ops, fused = triton_ops(torch.float32), torch.randn(4, 6, 64)
+    (_, pages), (_, expected) = (
+        stored(ops, run, fused, (2, 2), pages_dtype=torch.float16)
+        for run in (type(ops).rotary_store_kv, Ops.rotary_store_kv)
+    )
+    assert torch.equal(pages.k, expected.k)
+    assert torch.equal(pages.v, expected.v)
+
+
+def test_rotary_and_store_of_a_token_do_not_depend_on_the_batch(triton_ops) -> None:
+    ops, heads = triton_ops(torch.bfloat16), (4, 2)
+    fused = torch.randn(4, 8, 64).bfloat16()
+    norms = HeadNorms(torch.randn(64), torch.randn(64), 1e-6)
+    run = type(ops).rotary_store_kv
+    together, pages = stored(ops, run, fused, heads, norms)
+    alone, own_pages = stored(ops, run, fused[:1], heads, norms)
+    assert torch.equal(together[:1], alone)
+    assert torch.equal(pages.k.flatten(0, 1)[17], own_pages.k.flatten(0, 1)[17])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_gathered_rows(triton_ops, dtype: torch.dtype) -> None:
+    """The bits of the norm of all rows: it is the same sum."""
+    ops = triton_ops(dtype)
+    x, weight = torch.randn(7, 2 * 576).to(dtype)[:, :576], torch.randn(576)
+    rows = torch.tensor([6, 0, 0, 3])
+    assert torch.equal(ops.rms_norm_rows(x, rows, weight, 1e-5), ops.rms_norm(x, weight, 1e-5)[0][rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
