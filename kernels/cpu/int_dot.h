@@ -43,6 +43,23 @@ SHOAL_INLINE shorts16 pinned(shorts16 v) {
 
 SHOAL_INLINE floats8 splat8(float x) { return x - floats8{}; }
 
+SHOAL_INLINE ints8 maximum(ints8 a, ints8 b) { return a > b ? a : b; }
+
+// Lanes 4, 2 and 1 places away, exchanged.
+SHOAL_INLINE ints8 swapped4(ints8 v) { return ints8{v[4], v[5], v[6], v[7], v[0], v[1], v[2], v[3]}; }
+SHOAL_INLINE ints8 swapped2(ints8 v) { return ints8{v[2], v[3], v[0], v[1], v[6], v[7], v[4], v[5]}; }
+SHOAL_INLINE ints8 swapped1(ints8 v) { return ints8{v[1], v[0], v[3], v[2], v[5], v[4], v[7], v[6]}; }
+
+SHOAL_INLINE std::int32_t largest(ints8 v) {
+    v = maximum(v, swapped4(v)), v = maximum(v, swapped2(v));
+    return maximum(v, swapped1(v))[0];
+}
+
+SHOAL_INLINE std::int32_t sum(ints8 v) {
+    v += swapped4(v), v += swapped2(v);
+    return (v + swapped1(v))[0];
+}
+
 // The four bytes at p in every lane.
 SHOAL_INLINE bytes32 quad(const std::int8_t* p) {
     std::uint32_t four;
@@ -69,6 +86,13 @@ SHOAL_INLINE shorts16 pairs_signed(bytes32 w, bytes32 x) {
 
 SHOAL_INLINE ints8 add_pairs(shorts16 v) { return (ints8)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1)); }
 
+// 32 integers in [-128, 127] as bytes.
+SHOAL_INLINE bytes32 narrowed(const ints8 (&q)[4]) {
+    __m256i low = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]), high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works in halves of 128 bits
+    return (bytes32)_mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+}
+
 #else
 
 SHOAL_INLINE shorts16 even(bytes32 v) { return (shorts16)((ushorts16)v << 8) >> 8; }
@@ -76,6 +100,13 @@ SHOAL_INLINE shorts16 odd(bytes32 v) { return (shorts16)v >> 8; }
 
 SHOAL_INLINE shorts16 pairs_signed(bytes32 w, bytes32 x) { return even(w) * even(x) + odd(w) * odd(x); }
 SHOAL_INLINE shorts16 pairs_unsigned(bytes32 w, bytes32 x) { return pairs_signed(w, x); }  // 15 has no sign bit
+
+SHOAL_INLINE bytes32 narrowed(const ints8 (&q)[4]) {
+    typedef std::uint8_t bytes8 __attribute__((vector_size(8)));
+    std::uint8_t bytes[32];
+    for (int i = 0; i < 4; i++) store_as(bytes + i * LANES, __builtin_convertvector(q[i], bytes8));
+    return load_as<bytes32>(bytes);
+}
 
 SHOAL_INLINE ints8 add_pairs(shorts16 v) {
     return ((ints8)((uints8)v << 16) >> 16) + ((ints8)v >> 16);

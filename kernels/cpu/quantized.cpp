@@ -23,44 +23,35 @@ constexpr i64 AHEAD = 2 << 10;             // bytes that weights are fetched in 
 constexpr i64 WAKE_BYTES = 64 << 10;       // weights one thread reads in the time another needs to wake up
 constexpr i64 WAKE_FLOATS = 16 << 10;      // activations, likewise, to be quantized
 
-typedef std::int8_t chars8 __attribute__((vector_size(8)));
-
 // 32 floats to bytes, rounded to nearest even. A NaN or an infinity makes the scale NaN, and so every output of the row.
-void quantize_group(const float* x, std::int8_t* quants, float& scale, std::int32_t& total) {
-    floats8 peaks{}, poison{};
-    for (int i = 0; i < GROUP; i += LANES) {
-        floats8 v = load_as<floats8>(x + i), magnitude = (floats8)((uints8)v & 0x7fffffffu);
-        peaks = magnitude > peaks ? magnitude : peaks;
-        poison += v * 0.0f;
-    }
-    float peak = 0.0f, poisoned = 0.0f;
-    for (int i = 0; i < LANES; i++) peak = std::max(peak, peaks[i]), poisoned += poison[i];
-    float inverse = peak > 1e-30f && peak < INFINITY ? 127.0f / peak : 0.0f;  // below: 127 / peak may overflow
-    scale = peak / 127.0f + poisoned;
+SHOAL_INLINE void quantize_group(const float* x, int format, Activations& to) {
+    ints8 magnitudes{};  // as bits: in the order of the numbers, infinity and NaN above them all
+    for (int i = 0; i < GROUP; i += LANES) magnitudes = maximum(magnitudes, load_as<ints8>(x + i) & 0x7fffffff);
+    const std::int32_t bits = largest(magnitudes);
+    float peak;
+    std::memcpy(&peak, &bits, sizeof peak);
+    const bool finite = bits < 0x7f800000;
+    const float inverse = peak > 1e-30f && finite ? 127.0f / peak : 0.0f;  // below: 127 / peak may overflow
     const floats8 magic = splat8(12582912.0f);  // 1.5 * 2 ** 23: adding it rounds to an integer
-    ints8 sums{};
-    for (int i = 0; i < GROUP; i += LANES) {
-        ints8 q = (ints8)(load_as<floats8>(x + i) * inverse + magic) - (ints8)magic;
-        sums += q;
-        store_as(quants + i, __builtin_convertvector(q, chars8));
+    ints8 q[GROUP / LANES], totals{};
+    for (int i = 0; i < GROUP / LANES; i++) {
+        q[i] = (ints8)(load_as<floats8>(x + i * LANES) * inverse + magic) - (ints8)magic;
+        totals += q[i];
     }
-    total = 0;
-    for (int i = 0; i < LANES; i++) total += sums[i];
+    store_as(to.quants, narrowed(q));
+    to.scale = finite ? peak / 127.0f : NAN;
+    const std::int32_t total = sum(totals);
+    if (format == INT4) to.extra.integer = (-8 * total) & 0xffff;  // begins one of the two sums of 16 bits
+    else to.extra.number = to.scale * static_cast<float>(total);
 }
 
 void quantize_row(const float* x, i64 depth, int format, Activations* to) {
-    for (i64 k = 0; k < depth; k += GROUP, to++) {
-        float padded[GROUP];
-        const float* from = x + k;
-        if (i64 width = depth - k; width < GROUP) {
-            std::fill(std::copy(from, from + width, padded), padded + GROUP, 0.0f);
-            from = padded;
-        }
-        std::int32_t total;
-        quantize_group(from, to->quants, to->scale, total);
-        if (format == INT4) to->extra.integer = (-8 * total) & 0xffff;  // begins one of the two sums of 16 bits
-        else to->extra.number = to->scale * static_cast<float>(total);
-    }
+    i64 whole = depth / GROUP, rest = depth % GROUP;
+    for (i64 g = 0; g < whole; g++) quantize_group(x + g * GROUP, format, to[g]);
+    if (rest == 0) return;
+    float padded[GROUP] = {};
+    std::memcpy(padded, x + whole * GROUP, rest * sizeof(float));
+    quantize_group(padded, format, to[whole]);
 }
 
 using Multiply = void (*)(QuantizedRows, const QuantizedWeights&, i64, float*);
