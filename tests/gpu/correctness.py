@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from paged import paged_case
 
-from shoal.kernels.ops import Ops
+from shoal.kernels.draws import FAILED_FLAG, pack_draws
+from shoal.kernels.ops import AttentionMetadata, HeadNorms, Ops
 from shoal.kernels.page_format import PageFormat
 from shoal.kernels.reference.ops import ReferenceOps
+from shoal.kernels.reference.sampling import sample as reference_sample
 from shoal.kernels.triton_ops.table import TritonOps
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,6 +45,8 @@ def run_checks(device: torch.device, seed: int, *, small: bool) -> list[Check]:
         comparisons = [
             _attention(ops, reference, device, dtype, seed, small),
             _invariance(ops, device, dtype, seed, small),
+            _rotary_store(ops, device, dtype, small),
+            _sampling(ops, device, dtype, seed, small),
         ]
         for comparison in (*comparisons, _rows(ops, reference, device, dtype, small), _store(ops, device, dtype)):
             for name, error, allowed in comparison:
@@ -134,6 +139,9 @@ def _rows(ops: Ops, reference: Ops, device: torch.device, dtype: torch.dtype, sm
     actual, expected = (table.rms_norm(x, weight, 1e-5, residual) for table in (ops, reference))
     yield "rms_norm with residual", difference(actual[0], expected[0]), allowed
     yield "residual of rms_norm", difference(actual[1], expected[1]), allowed
+    rows = torch.randint(0, tokens, (5,), device=device)
+    gathered = ops.rms_norm_rows(x, rows, weight, 1e-5)
+    yield "rms_norm_rows", difference(gathered, ops.rms_norm(x, weight, 1e-5)[0][rows]), 0.0
 
     fused = random(tokens, 15, 128)
     head_weight = torch.randn(128, device=device)
@@ -159,6 +167,75 @@ def _rows(ops: Ops, reference: Ops, device: torch.device, dtype: torch.dtype, sm
     matrix, bias = random(256, hidden) / hidden**0.5, random(256)
     product = ops.linear(x, ops.prepare_linear(matrix.clone(), bias.clone()))
     yield "linear", difference(product, x.float() @ matrix.float().T + bias.float()), allowed
+
+
+def _rotary_store(ops: Ops, device: torch.device, dtype: torch.dtype, small: bool) -> Comparison:
+    """The fused operator beside the three that it stands for, on views of one projection."""
+    tokens, (heads, kv_heads, dim) = (5, (4, 2, 64)) if small else (777, (32, 8, 128))
+    slots = torch.randperm(2 * tokens, device=device)[:tokens]
+    slots[::5] = -1
+    meta = AttentionMetadata(
+        query_start=torch.zeros(1, dtype=torch.int32, device=device),
+        seq_lens=torch.zeros(0, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(0, 0, dtype=torch.int32, device=device),
+        slot_mapping=slots,
+        positions=torch.randint(0, 64, (tokens,), device=device),
+        max_query_len=1,
+        max_seq_len=1,
+    )
+    cos_sin, weight = torch.randn(64, dim, device=device), torch.randn(dim, device=device)
+    fused = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).to(dtype)
+    for norms in (None, HeadNorms(weight, weight.flip(0), 1e-6)):
+        results = []
+        for run in (type(ops).rotary_store_kv, Ops.rotary_store_kv):
+            pages = PageFormat("canonical", 16, kv_heads, dim, dtype).allocate(2 * tokens // 16 + 1, device)
+            q, k, v = torch.split_with_sizes(fused.clone(), [heads, kv_heads, kv_heads], dim=1)
+            results.append((run(ops, (q, k, v), cos_sin, pages, meta, norms), pages.k, pages.v))
+        name = "rotary_store_kv" if norms is None else "rotary_store_kv with head norms"
+        for part, actual, expected in zip(("queries", "keys", "values"), *results, strict=True):
+            yield f"{name}, {part}", difference(actual, expected), ALLOWED[dtype] if part != "values" else 0.0
+
+
+def _sampling(ops: Ops, device: torch.device, dtype: torch.dtype, seed: int, small: bool) -> Comparison:
+    """Tokens of random rows beside those of full sorts in float64. Where they differ, the device's must be one that a
+    uniform moved by a millionth would have drawn: sums are rounded otherwise."""
+    for vocab in (300,) if small else (32000, 128256, 151936, 262144):
+        rows = 5 if small else 64
+        logits = (3 * torch.randn(rows, vocab, device=device)).to(dtype)
+        logits[:, 1000:] -= 5
+        draws = _random_draws(rows, seed).to(device)
+        actual, flags = ops.sample(logits, draws)
+        expected, _ = reference_sample(logits, draws)
+        wrong = [
+            row for row in torch.nonzero(actual != expected).flatten().tolist() if not _near(logits, draws, actual, row)
+        ]
+        name = f"sampling from {vocab}"
+        yield f"{name}, wrong tokens", float(len(wrong)), 0.0
+        yield f"{name}, flags of good rows", float(flags.sum()), 0.0
+        alone = torch.cat([ops.sample(logits[row : row + 1], draws[row : row + 1])[0] for row in range(rows)])
+        yield f"{name}, tokens that depend on the batch", float((alone != actual).sum()), 0.0
+        logits[1::2, vocab // 2] = torch.nan
+        broken = torch.arange(rows, device=device) % 2 * FAILED_FLAG
+        yield f"{name}, wrong flags of rows with NaN", float((ops.sample(logits, draws)[1] != broken).sum()), 0.0
+
+
+def _random_draws(rows: int, seed: int) -> torch.Tensor:
+    kinds = [(0.0, 1.0, 0.0, 0), (0.8, 1.0, 0.0, 0), (1.0, 0.9, 0.0, 0), (1.3, 0.95, 0.02, 50), (2.0, 0.999, 0.0, 0)]
+    chosen = [kinds[row % len(kinds)] for row in range(rows)]
+    shape = np.array([kind[:3] for kind in chosen])
+    seeds = [seed * 1_000_003 + row for row in range(rows)]
+    return torch.from_numpy(
+        pack_draws(seeds, [(row % 3, row) for row in range(rows)], [kind[3] for kind in chosen], shape)
+    )
+
+
+def _near(logits: torch.Tensor, draws: torch.Tensor, actual: torch.Tensor, row: int) -> bool:
+    """Whether the reference draws the same token from a slightly different row: the logits moved by a few roundings."""
+    moved = logits[row : row + 1].double() * torch.tensor([[1 - 2e-6], [1 - 1e-6], [1 + 1e-6], [1 + 2e-6]]).to(
+        logits.device
+    )
+    tokens, _ = reference_sample(moved, draws[row : row + 1].repeat(len(moved), 1))
+    return bool((tokens == actual[row]).any())
 
 
 def _store(ops: Ops, device: torch.device, dtype: torch.dtype) -> Comparison:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from shoal.kernels.ops import AttentionMetadata
+from shoal.kernels.draws import pack_draws
+from shoal.kernels.ops import AttentionMetadata, HeadNorms
 from shoal.kernels.page_format import KVPages, PageFormat
 from shoal.kernels.triton_ops.table import TritonOps
 
@@ -64,7 +66,7 @@ class Timing:
     rate: float | None
     unit: str
     fraction: float | None
-    sdpa_ms: float | None = None
+    torch_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,21 +77,26 @@ class _Work:
     call: Callable[[], object]
     amount: float
     unit: str
-    sdpa: Callable[[], object] | None = None
+    beside: Callable[[], object] | None = None
 
 
 def run_timings(device: torch.device, stopwatch: Stopwatch, *, small: bool) -> tuple[Roofs, list[Timing]]:
     ops = TritonOps(device, DTYPE)
     roofs = measure_roofs(device, stopwatch, small)
     timings = []
-    for group in (_decodes(ops, device, small), _prefills(ops, device, small), _rows(ops, device, small)):
+    for group in (
+        _decodes(ops, device, small),
+        _prefills(ops, device, small),
+        _rows(ops, device, small),
+        _sampling(ops, device, small),
+    ):
         for work in group:
             ms = stopwatch.ms(work.call)
-            sdpa_ms = None if work.sdpa is None else stopwatch.ms(work.sdpa)
+            torch_ms = None if work.beside is None else stopwatch.ms(work.beside)
             roof = roofs.copy_gb_s if work.unit == "GB/s" else roofs.matmul_tflop_s
             rate = None if ms is None else work.amount / ms * 1e3
             fraction = None if rate is None or roof is None else rate / roof
-            timings.append(Timing(work.name, ms, rate, work.unit, fraction, sdpa_ms))
+            timings.append(Timing(work.name, ms, rate, work.unit, fraction, torch_ms))
     return roofs, timings
 
 
@@ -203,9 +210,45 @@ def _rows(ops: TritonOps, device: torch.device, small: bool) -> Iterator[_Work]:
     pages = PageFormat("canonical", 16, 8, 128, DTYPE).allocate(-(-tokens // 16), device)
     slots = torch.randperm(tokens, device=device)
     yield _Work("store_kv", lambda: ops.store_kv(k, v, pages, slots), 4 * k.nbytes / 1e9, "GB/s")
+    meta = _metadata(tokens, 16, 1, torch.zeros(tokens, 1, dtype=torch.int32, device=device))
+    meta.slot_mapping, meta.positions = slots, positions
+    norms = HeadNorms(head_weight, head_weight, 1e-6)
+    moved += 2 * v.nbytes / 1e9
+    for name, norm in (("rotary_store_kv", None), ("rotary_store_kv with head norms", norms)):
+        yield _Work(name, partial(ops.rotary_store_kv, (q, k, v), angles, pages, meta, norm), moved, "GB/s")
+    rows = torch.randperm(tokens, device=device)[: max(1, tokens // 4)]
+    yield _Work(
+        "rms_norm_rows, every fourth", lambda: ops.rms_norm_rows(x, rows, weight, 1e-5), x.nbytes / 2 / 1e9, "GB/s"
+    )
     gates = random(tokens, 2 * inner)
     yield _Work("silu_and_mul", lambda: ops.silu_and_mul(gates), 1.5 * gates.nbytes / 1e9, "GB/s")
     yield _Work("gelu_tanh_and_mul", lambda: ops.gelu_tanh_and_mul(gates), 1.5 * gates.nbytes / 1e9, "GB/s")
+
+
+def _sampling(ops: TritonOps, device: torch.device, small: bool) -> Iterator[_Work]:
+    """Bytes are those of one pass over the logits, the least that any sampler reads; beside torch's argmax, softmax and
+    multinomial draw, or, where tokens are filtered, the same after a sort."""
+    for rows, vocab in [(2, 500)] if small else [(1, 128256), (32, 128256), (128, 128256), (128, 32000)]:
+        logits = torch.randn(rows, vocab, device=device) * 3
+        logits[:, 1000:] -= 5
+        kinds = {"greedy": (0.0, 1.0, 0.0, 0), "plain": (0.8, 1.0, 0.0, 0), "top_p 0.9": (1.0, 0.9, 0.0, 0)}
+        kinds["top_k 50, top_p 0.9"] = (1.0, 0.9, 0.0, 50)
+        for name, (temperature, top_p, min_p, top_k) in kinds.items():
+            shape = np.array([[temperature, top_p, min_p]] * rows)
+            draws = pack_draws(list(range(rows)), [(0, 0)] * rows, [top_k] * rows, shape)
+            placed = torch.from_numpy(draws).to(device)
+            torch_s = partial(torch.argmax, logits, dim=1) if name == "greedy" else partial(_torch_draw, logits, top_p)
+            title = f"sampling, {rows} x {vocab}, {name}"
+            yield _Work(title, partial(ops.sample, logits, placed), logits.nbytes / 1e9, "GB/s", torch_s)
+
+
+def _torch_draw(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    probabilities = torch.softmax(logits, dim=-1)
+    if top_p >= 1.0:
+        return torch.multinomial(probabilities, 1)
+    probabilities, ids = probabilities.sort(dim=-1, descending=True)
+    probabilities[probabilities.cumsum(dim=-1) - probabilities >= top_p] = 0
+    return ids.gather(1, torch.multinomial(probabilities, 1))
 
 
 def render(roofs: Roofs, timings: list[Timing]) -> str:
@@ -216,11 +259,11 @@ def render(roofs: Roofs, timings: list[Timing]) -> str:
 
     lines = [
         f"copy {number(roofs.copy_gb_s, '.0f')} GB/s, bf16 matmul {number(roofs.matmul_tflop_s, '.0f')} TFLOP/s",
-        "| kernel | ms | achieved | of the roof | SDPA ms | SDPA / ours |",
+        "| kernel | ms | achieved | of the roof | torch ms | torch / ours |",
         "|---|---|---|---|---|---|",
     ]
     for row in timings:
-        ratio = None if row.ms is None or row.sdpa_ms is None else row.sdpa_ms / row.ms
+        ratio = None if row.ms is None or row.torch_ms is None else row.torch_ms / row.ms
         cells = [row.name, number(row.ms, ".4f"), f"{number(row.rate, '.0f')} {row.unit}", number(row.fraction, ".0%")]
-        lines.append("| " + " | ".join([*cells, number(row.sdpa_ms, ".4f"), number(ratio, ".2f")]) + " |")
+        lines.append("| " + " | ".join([*cells, number(row.torch_ms, ".4f"), number(ratio, ".2f")]) + " |")
     return "\n".join(lines)
