@@ -160,6 +160,11 @@ class _Pool:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of torch, also those inside the operators."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: else torch imports torch._dynamo to keep it out, more than a second in the middle of somebody's step."""
+        return False
+
     def __init__(self, native: Native, pool: _Pool, recording: _Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._native, self._pool, self._recording = native, pool, recording
