@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from shoal.deployments.bench.records import RequestRecord
+from shoal.model_shards.weights.open import open_checkpoint
 from shoal.model_shards.weights.sources import resolve_model
 
 PAD = 0
@@ -20,14 +21,32 @@ Job = tuple[list[int], int]
 
 
 class StaticBatching:
-    """A model in float32, as transformers loads it. A batch ends when its longest answer does: until then nobody new
+    """SmolLM2 in float32, as transformers computes it. A batch ends when its longest answer does: until then nobody new
     begins, and whoever is finished is computed along."""
 
     def __init__(self, model: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        path = resolve_model(model).path
-        self._model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-        self._model.generation_config.eos_token_id = None  # answers have the length that was asked for
+        checkpoint = open_checkpoint(resolve_model(model))
+        found = checkpoint.config
+        config = LlamaConfig(
+            vocab_size=found.vocab_size,
+            hidden_size=found.hidden_size,
+            intermediate_size=found.intermediate_size,
+            num_hidden_layers=found.num_layers,
+            num_attention_heads=found.num_heads,
+            num_key_value_heads=found.num_kv_heads,
+            max_position_embeddings=found.max_position,
+            rms_norm_eps=found.rms_eps,
+            rope_theta=found.rope_theta,
+            tie_word_embeddings=True,
+            eos_token_id=None,  # answers have the length that was asked for
+        )
+        self._model = LlamaForCausalLM(config).eval()
+        weights = {name: checkpoint.read(name, torch.float32) for name in checkpoint.names()}
+        missing, unexpected = self._model.load_state_dict(weights, strict=False)
+        assert set(missing) <= {"lm_head.weight"}, missing
+        assert not unexpected, unexpected
+        self._model.tie_weights()
 
     def run(self, jobs: Sequence[Job], slots: int) -> list[RequestRecord]:
         """All jobs are due now. A token counts as delivered when it is computed, as if it were streamed."""
