@@ -2,9 +2,9 @@
 // worked on by one thread, in an order that depends on the size of the vocabulary only.
 //
 // A row is seen as a matrix of COLUMN_LENGTH lines: column j holds the ids j, j + columns, j + 2 * columns, ... A draw
-// without filters takes a column by its sum of weights, then an id inside it. Filters keep a prefix of the order (larger
-// first, the lower id among equals): the n-th largest column maximum bounds the n-th largest value from below, so what
-// reaches it holds the first n.
+// without filters takes a column by its sum of weights, then an id inside it. Filters keep a prefix of the order
+// (larger first, the lower id among equals): the n-th largest column maximum bounds the n-th largest value from below,
+// so what reaches it holds the first n.
 
 #include <algorithm>
 #include <cmath>
@@ -170,8 +170,8 @@ private:
         std::sort(head.begin(), head.end());
     }
 
-    // The token that the uniform takes from what the filters leave of the head, or -1: they may leave more than it holds.
-    // `whole`: it holds all. `mass`: of the whole row, where top_p comes without top_k.
+    // The token that the uniform takes from what the filters leave of the head, or -1: they may leave more than it
+    // holds. `whole`: it holds all. `mass`: of the whole row, where top_p comes without top_k.
     i64 from_head(const Draw& draw, double uniform, double mass, bool whole) const {
         const std::vector<Candidate>& head = candidates();
         std::vector<double>& weights = head_weights();

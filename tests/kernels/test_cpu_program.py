@@ -137,7 +137,5 @@ def test_an_error_in_the_captured_function_leaves_no_trace(native_ops, capturer)
 def test_every_operator_of_a_step_can_be_in_a_program(native_ops) -> None:
     native = native_ops._native
     others = native.signatures.keys() - native.replayable.keys()
-    assert {name for name in others if not name.startswith("pack_")} == {
-        "run_program",
-        "sample",
-    }  # packed at load; drawn after the step
+    # Weights are packed at load; tokens are drawn when the step is done.
+    assert {name for name in others if not name.startswith("pack_")} == {"run_program", "sample"}
