@@ -59,9 +59,12 @@ class Workload:
         return None if self.long else self.requests
 
     def scaled(self, factor: float) -> Workload:
-        """The same shape with `factor` times as many requests, but never so few that a prefix is not hit."""
+        """The same shape with `factor` times as many requests, but never so few that a stream has none or a prefix is
+        not hit."""
         long = self.long and replace(self.long, requests=max(1, round(self.long.requests * factor)))
-        least = self.prefixes * (self.concurrency + 1) if self.shared_prefix_tokens else 1
+        least = 1 if self.open_loop or self.long else self.concurrency
+        if self.shared_prefix_tokens:
+            least = self.prefixes * (self.concurrency + 1)
         return replace(self, requests=max(least, round(self.requests * factor)), long=long)
 
     def at_concurrency(self, streams: int, requests: int | None = None) -> Workload:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines import Entry, Pace
+from engines import ALL, Entry, Pace
 
 from shoal.deployments.bench.workloads import Workload, preset
 
@@ -39,6 +39,23 @@ def parse_presets(text: str, scale: float) -> dict[str, float]:
         name, _, own = part.strip().partition(":")
         found[name if name == SAME else name.upper()] = float(own) if own else scale
     return found
+
+
+def choose(known: Mapping[str, Entry], text: str) -> dict[str, Entry]:
+    """`shoal,vllm-f32-512:W4+W5` -> the engines, in order, each with the presets that it is for. Exits for an unknown
+    one."""
+    chosen = {}
+    for part in filter(None, text.split(",")):
+        name, _, only = part.strip().partition(":")
+        if name not in known:
+            raise SystemExit(f"no engine {name}; there are {', '.join(known)}")
+        wanted = parse_presets(only.replace("+", ","), 1.0) if only else ALL
+        chosen[name] = replace(known[name], workloads=known[name].workloads.intersection(wanted))
+    return chosen
+
+
+def compared_at_one_rate(entries: Mapping[str, Entry]) -> list[str]:
+    return [name for name, entry in entries.items() if SAME in entry.workloads]
 
 
 def make_turns(entries: Mapping[str, Entry], presets: Sequence[str], repetitions: int, *, one_up: bool) -> list[Turn]:
@@ -94,7 +111,8 @@ class Forecast:
             return seen
         pace = self._entries[turn.engine].pace
         rates = {name: _capacity(entry.pace) for name, entry in self._entries.items()}
-        workloads = workloads_of(turn.preset, self._presets[turn.preset], rates, list(self._entries))
+        alike = compared_at_one_rate(self._entries)
+        workloads = workloads_of(turn.preset, self._presets[turn.preset], rates, alike)
         return TURN_S + sum(_seconds(workload, pace) for workload in workloads or [])
 
     def starts(self, turns: Sequence[Turn], *, one_up: bool) -> float:

@@ -13,7 +13,8 @@ used by anyone but the server at work and this client; runs where it is above 0.
 
 Workloads are those of `shoal bench`, and `same`: Poisson arrivals at 80 % of what the slowest engine sustained in W3,
 and at 80 % of what the first did, for all alike (W6 itself is at 50 % and 80 % of each engine's own). `W3:0.5` halves
-the requests of one workload, `--scale` those of all.
+the requests of one workload, `--scale` those of all; `vllm-f32-512:W4+W5` is an engine for some workloads only, such as
+a setting of a peer that is its best for these.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import roofline
-from contest import Forecast, Turn, capacities, make_turns, parse_presets, workloads_of
+from contest import (
+    Forecast,
+    Turn,
+    capacities,
+    choose,
+    compared_at_one_rate,
+    make_turns,
+    parse_presets,
+    workloads_of,
+)
 from engines import Entry, catalogue
 from peers_report import NOISY, report
 from rich.console import Console
@@ -105,7 +115,10 @@ class Contest:
 
     async def _turn(self, turn: Turn, ruler: Ruler, watcher: ProgressWatcher) -> None:
         workloads = workloads_of(
-            turn.preset, self.presets[turn.preset], capacities(self.document["runs"]), list(self.entries)
+            turn.preset,
+            self.presets[turn.preset],
+            capacities(self.document["runs"]),
+            compared_at_one_rate(self.entries),
         )
         if workloads is None:
             print(f"{turn.engine:<20} {turn.preset}: left out, the W3 of every engine must come first", flush=True)
@@ -210,7 +223,9 @@ def load_document(args: argparse.Namespace) -> dict[str, Any]:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("."), help="folder with the peers' venvs/ and models/")
-    parser.add_argument("--engines", default="shoal,llamacpp-q4,vllm-f32", help=", ".join(catalogue([])))
+    parser.add_argument(
+        "--engines", default="shoal,llamacpp-q4,vllm-f32", help=f"{', '.join(catalogue([]))}; each NAME or NAME:W4+W5"
+    )
     parser.add_argument("--workloads", default="W1,W2,W3,W4,W5,W6", help="W1 ... W6, same; each NAME or NAME:SCALE")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="times the workloads' numbers of requests")
@@ -234,13 +249,10 @@ def main() -> None:
     args = parse_arguments()
     if args.report is not None:
         return report(json.loads(args.report.read_text()), quiet_only=args.quiet_only)
-    known = catalogue(args.shoal_args.split())
-    names = [name for name in args.engines.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
-        sys.exit(f"no engine {', '.join(unknown)}; there are {', '.join(known)}")
+    entries = choose(catalogue(args.shoal_args.split()), args.engines)
     document = load_document(args)
     args.json = args.json or Path("peers.json")
-    contest = Contest(args, {name: known[name] for name in names}, document)
+    contest = Contest(args, entries, document)
     contest.announce()
     if args.estimate:
         return None

@@ -137,6 +137,15 @@ def test_an_engine_gets_only_what_its_settings_can_hold(entries: dict[str, Entry
     assert catalogue([])["llamacpp-q4"].workloads == ALL
 
 
+def test_engines_may_be_for_some_workloads_only(entries: dict[str, Entry]) -> None:
+    chosen = contest.choose(entries, "slow,shoal:w3+same")
+    assert list(chosen) == ["slow", "shoal"]
+    assert chosen["shoal"].workloads == {"W3", "same"}
+    assert contest.compared_at_one_rate(contest.choose(entries, "slow:W5,shoal")) == ["shoal"]
+    with pytest.raises(SystemExit, match="no engine other; there are shoal, slow"):
+        contest.choose(entries, "shoal,other")
+
+
 def test_presets_may_have_a_scale_of_their_own() -> None:
     assert contest.parse_presets("W1,w3:0.5,same:0.25", 2.0) == {"W1": 2.0, "W3": 0.5, "same": 0.25}
 

@@ -156,6 +156,8 @@ def test_presets_have_the_shapes_that_others_are_measured_with() -> None:
     assert preset("W5")[0].long == LongStreams(2, 4, 4096, 32)
     assert [w.capacity_share for w in preset("w6")] == [0.5, 0.8]
     assert preset("W3", 0.5)[0].requests == 32
+    assert preset("W3", 0.1)[0].requests == 32  # one for every stream
+    assert [w.requests for w in preset("W6", 0.25)] == [8, 8]
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:
