@@ -88,7 +88,8 @@ SHOAL_INLINE ints8 add_pairs(shorts16 v) { return (ints8)_mm256_madd_epi16((__m2
 
 // 32 integers in [-128, 127] as bytes.
 SHOAL_INLINE bytes32 narrowed(const ints8 (&q)[4]) {
-    __m256i low = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]), high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
+    __m256i low = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]);
+    __m256i high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works in halves of 128 bits
     return (bytes32)_mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
 }

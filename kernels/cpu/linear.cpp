@@ -107,7 +107,8 @@ struct Linear {
     // follows in memory, and the lines of the output that it will write.
     void block_of_rows(const Tiles& tiles, i64 first, i64 last, i64 panel) const {
         alignas(64) float sums[MC * NR];
-        i64 row = tiles.first_row(first), count = tiles.first_row(last) - row, kc = ceil_div(depth, ceil_div(depth, KC));
+        i64 row = tiles.first_row(first), count = tiles.first_row(last) - row;
+        i64 kc = ceil_div(depth, ceil_div(depth, KC));
         start(sums, NR, count, panel);
         for (i64 k = 0; k < depth; k += kc) {
             i64 steps = std::min(kc, depth - k), fetched = ceil_div(NR * sizeof(W), last - first);
@@ -178,10 +179,11 @@ void shoal_linear(const float* x, i64 x_stride, const void* packed, int bytes, c
     if (rows == 0) return;
     threads = worthwhile(threads, panels * NR * depth * bytes * ceil_div(rows, MR), WAKE_BYTES);
     Output output{out, outputs, outputs};
+    Rows in{x, x_stride};
     if (bytes == 2)
-        Linear<std::uint16_t>{{x, x_stride}, (const std::uint16_t*)packed, bias, output, rows, depth, panels, threads}.run();
+        Linear<std::uint16_t>{in, (const std::uint16_t*)packed, bias, output, rows, depth, panels, threads}.run();
     else
-        Linear<float>{{x, x_stride}, (const float*)packed, bias, output, rows, depth, panels, threads}.run();
+        Linear<float>{in, (const float*)packed, bias, output, rows, depth, panels, threads}.run();
 }
 }
 

@@ -39,12 +39,13 @@ public:
         return *current();
     }
 
-    // body(context, begin, end) for parts of [0, count), on the caller and at most threads - 1 helpers. Who is free takes
-    // one in `divisor` of what is left.
+    // body(context, begin, end) for parts of [0, count), on the caller and at most threads - 1 helpers. Who is free
+    // takes one in `divisor` of what is left.
     void run(i64 count, int threads, i64 divisor, Body body, const void* context) {
         if (busy_.exchange(true, std::memory_order_acquire)) return body(context, 0, count);  // another has the helpers
         for (; helpers_ < threads - 1; helpers_++) std::thread([this] { help(); }).detach();
-        body_ = body, context_ = context, count_ = count, divisor_ = divisor, limit_ = static_cast<unsigned>(threads - 1);
+        body_ = body, context_ = context, count_ = count, divisor_ = divisor;
+        limit_ = static_cast<unsigned>(threads - 1);
         next_.store(0, std::memory_order_relaxed);
         state_.store(((state_.load(std::memory_order_relaxed) >> SHIFT) + 1) << SHIFT | OPEN);
         if (sleepers_.load() > 0) {
@@ -121,8 +122,8 @@ private:
     std::condition_variable wake_;
 };
 
-// body(begin, end) for parts of [0, count), for work that likes neighbours: long parts first, then shorter ones, down to
-// single indices, so that nobody waits long for the last.
+// body(begin, end) for parts of [0, count), for work that likes neighbours: long parts first, then shorter ones, down
+// to single indices, so that nobody waits long for the last.
 template <class Body>
 void parallel_ranges(i64 count, int threads, const Body& body) {
     if (threads <= 1 || count <= 1) return body(0, count);
@@ -140,7 +141,9 @@ void parallel_for(i64 count, int threads, const Body& body) {
     if (threads <= 1 || count <= 1) return one_by_one(0, count);
     Pool::instance().run(
         count, threads, count,
-        [](const void* context, i64 begin, i64 end) { (*static_cast<const decltype(one_by_one)*>(context))(begin, end); },
+        [](const void* context, i64 begin, i64 end) {
+            (*static_cast<const decltype(one_by_one)*>(context))(begin, end);
+        },
         &one_by_one);
 }
 

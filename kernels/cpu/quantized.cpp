@@ -23,7 +23,7 @@ constexpr i64 AHEAD = 2 << 10;             // bytes that weights are fetched in 
 constexpr i64 WAKE_BYTES = 64 << 10;       // weights one thread reads in the time another needs to wake up
 constexpr i64 WAKE_FLOATS = 16 << 10;      // activations, likewise, to be quantized
 
-// 32 floats to bytes, rounded to nearest even. A NaN or an infinity makes the scale NaN, and so every output of the row.
+// 32 floats to bytes, rounded to nearest even. A NaN or an infinity makes the scale NaN, and so all outputs of the row.
 SHOAL_INLINE void quantize_group(const float* x, int format, Activations& to) {
     ints8 magnitudes{};  // as bits: in the order of the numbers, infinity and NaN above them all
     for (int i = 0; i < GROUP; i += LANES) magnitudes = maximum(magnitudes, load_as<ints8>(x + i) & 0x7fffffff);
@@ -109,8 +109,8 @@ struct Linear {
         });
     }
 
-    // Blocks of rows for one panel after the other, which stays in the cache for their tiles. Each tile fetches a part of
-    // the panel that follows.
+    // Blocks of rows for one panel after the other, which stays in the cache for their tiles. Each tile fetches a part
+    // of the panel that follows.
     void many_tiles() const {
         Tiles tiles(rows, MR);
         i64 blocks = ceil_div(tiles.count, MC / MR);
@@ -121,7 +121,8 @@ struct Linear {
                 const std::uint8_t* next = w + (panel + 1) * panel_bytes();
                 for (i64 t = first; t < last; t++) {
                     i64 row = tiles.first_row(t), part = (t - first) * panel_bytes() / (last - first);
-                    tile(row, tiles.first_row(t + 1) - row, panel, next + part, ceil_div(group_bytes(FORMAT), last - first));
+                    i64 count = tiles.first_row(t + 1) - row, step = ceil_div(group_bytes(FORMAT), last - first);
+                    tile(row, count, panel, next + part, step);
                 }
             }
         });

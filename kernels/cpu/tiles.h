@@ -9,8 +9,8 @@ namespace shoal {
 
 constexpr i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// Rows in tiles of at most `most`, as even as possible: 32 rows are 2 * 6 + 4 * 5. No row is padded, and no tile is left
-// with so few sums that they do not hide the latency of a multiply-add.
+// Rows in tiles of at most `most`, as even as possible: 32 rows are 2 * 6 + 4 * 5. No row is padded, and no tile is
+// left with so few sums that they do not hide the latency of a multiply-add.
 struct Tiles {
     i64 count, size, larger;  // the first `larger` tiles have one row more than `size`
 
