@@ -117,6 +117,11 @@ class Generation:
         counts = self._counts
         return make_usage(counts.prompt, sum(counts.output.values()), sum(counts.cached.values()))
 
+    @property
+    def is_over(self) -> bool:
+        """Every choice has ended: `updates` has nothing more to give."""
+        return not self._open
+
     async def updates(self) -> AsyncIterator[dict[int, RequestDelta]]:
         """What is new, by choice, until every choice has ended; an empty dict after `keep_alive_s` of silence. The last
         delta of a choice has its `finish_reason`. Raises what ended the request otherwise."""

@@ -38,13 +38,14 @@ async def generation_events(
                     yield KEEP_ALIVE
                     continue
                 events = layout.events(updates, generation.usage if layout.shows_progress else None)
+                if events and not told:
+                    told = True
+                    first_token()
+                if generation.is_over:
+                    events += layout.closing(generation.usage) + DONE_EVENT
                 if events:
                     sent = True
-                    if not told:
-                        told = True
-                        first_token()
                     yield events
-            yield layout.closing(generation.usage) + DONE_EVENT
         except ShoalError as error:
             if not sent:
                 raise

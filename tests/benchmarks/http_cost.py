@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -42,7 +43,7 @@ from shoal.model_shards.engine.plan import StepOutput, StepPlan
 from shoal.model_shards.executor import scripted
 
 WORDS = "The quick brown fox jumps over the lazy dog while \u201cevery\u201d good boy does fine, said the caf\u00e9.\n"
-PROMPT = "Tell me what you know about the history of the city and its people, please. " * 8
+MESSAGES = [{"role": "user", "content": "Tell me what you know of the history of the city and its people. " * 9}]
 SHORT, LONG = 16, 112
 """Output tokens of the two runs whose difference is the cost of a token."""
 ANSWERS = 8
@@ -51,6 +52,7 @@ ROLES = (
     ("shoal-engine", "engine"),
     ("shoal-script", "model"),
     ("bench-pace", "model"),
+    ("bench-probe", "probe"),
     ("shoal-tokenizer", "tokenizer"),
     ("shoal-ray-metrics", "ray metrics"),
 )
@@ -116,6 +118,7 @@ class Probe:
     def __init__(self, switch_interval_s: float) -> None:
         sys.setswitchinterval(switch_interval_s)
         self._loop_thread = threading.get_native_id()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bench-probe")
         self._timings = Timings()
         access = logging.getLogger("shoal.access")
         access.addHandler(self._timings)
@@ -130,14 +133,13 @@ class Probe:
         PacedExecutor.late_s.clear()
         self._timings.lines.clear()
 
-    def late(self) -> list[float]:
-        return PacedExecutor.late_s
+    def notes(self) -> tuple[list[float], list[dict[str, float]]]:
+        return PacedExecutor.late_s, self._timings.lines
 
-    def timings(self) -> list[dict[str, float]]:
-        return self._timings.lines
-
-    def answer(self, command: str, argument: Any) -> Any:
-        return getattr(self, command)(*([] if argument is None else [argument]))
+    async def answer(self, command: str, argument: Any) -> Any:
+        """On a thread of its own, so that looking at the loop's CPU time costs it none."""
+        arguments = [] if argument is None else [argument]
+        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self, command), *arguments)
 
 
 async def serve_here(layout: str, config: AppConfig, switch_interval_s: float) -> None:
@@ -160,9 +162,12 @@ async def serve_here(layout: str, config: AppConfig, switch_interval_s: float) -
     listener.listen(1024)
     server = uvicorn.Server(uvicorn.Config(gateway.asgi, log_level="warning", lifespan="off", access_log=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # As Serve does when a replica has been made; else one collection in some bursts goes through all of torch.
+    gc.collect()
+    gc.freeze()
     print(json.dumps(listener.getsockname()[1]), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(probe.answer(*json.loads(line))), flush=True)
+        print(json.dumps(await probe.answer(*json.loads(line))), flush=True)
     server.should_exit = True
     await serving
     await gateway.close()
@@ -207,7 +212,7 @@ def serve_server(config: AppConfig, switch_interval_s: float) -> Iterator[Server
     from shoal.deployments.local_cluster import ClusterOptions, LocalCluster, free_port
 
     cluster = LocalCluster(ClusterOptions(port=free_port()))
-    cluster.prepare()
+    cluster.prepare()  # before Ray is imported
     from ray import serve
 
     from shoal.deployments.gateway import Gateway
@@ -226,7 +231,7 @@ def serve_server(config: AppConfig, switch_interval_s: float) -> Iterator[Server
             await self.listener.start()
 
         async def command(self, name: str, argument: Any) -> Any:
-            return self.probe.answer(name, argument)
+            return await self.probe.answer(name, argument)
 
         async def __del__(self) -> None:
             await self.gateway.close()
@@ -261,12 +266,7 @@ class Answer:
 
 async def request(port: int, tokens: int, *, stream: bool) -> Answer:
     """One answer over a connection of its own, read as bytes."""
-    body = {
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-    }
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": tokens, "ignore_eos": True}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     data = json.dumps(body).encode()
@@ -312,7 +312,7 @@ async def cost(server: Server, streams: int, *, stream: bool, repeats: int) -> d
             slope = (long.get(role, 0.0) - short.get(role, 0.0)) / (len(answers) * (LONG - SHORT))
             per_token[role].append(slope * 1e6)
             per_request[role].append((short.get(role, 0.0) / len(answers) - slope * SHORT) * 1e6)
-    late_ms = sorted(1e3 * seconds for seconds in await server.ask("late"))
+    late_ms = sorted(1e3 * seconds for seconds in (await server.ask("notes"))[0])
     return {
         "streams": streams,
         "mode": "stream" if stream else "whole",
@@ -328,7 +328,7 @@ async def first_tokens(server: Server, count: int) -> dict[str, float]:
     """Medians in ms, one request at a time: the client's TTFT and the server's stages."""
     await server.ask("pace", 0.0)
     answers = [await request(server.port, 1, stream=True) for _ in range(count)]
-    lines = await server.ask("timings")
+    _, lines = await server.ask("notes")
     stages = {name: [line[name] for line in lines if name in line] for name in TIMINGS}
     medians = {name.removesuffix("_s"): statistics.median(values) * 1e3 for name, values in stages.items() if values}
     return {**medians, "ttft": statistics.median(answer.ttft_s for answer in answers) * 1e3}

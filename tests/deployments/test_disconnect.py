@@ -6,9 +6,13 @@ import asyncio
 import json
 import random
 import socket
+import time
 from typing import Any
 
 import pytest
+
+from shoal.deployments.http.body import ClientGoneError
+from shoal.deployments.http.disconnect import ClientWatch
 
 ENDLESS = {"default": {"pieces": ["a "], "eos": False, "delay_ms": 5}}
 
@@ -89,3 +93,77 @@ async def test_five_hundred_requests_with_a_hundred_hang_ups(start_server: Any) 
 
         await asyncio.gather(*(one(number) for number in range(500)))
         await server.wait_for(server.idle, timeout_s=5.0)
+
+
+class Client:
+    """An ASGI `receive` whose client is there until `leave`."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+async def test_a_watch_ends_its_block_when_the_client_goes() -> None:
+    client = Client()
+    asyncio.get_running_loop().call_later(0.01, client.gone.set)
+    with pytest.raises(ClientGoneError):
+        async with ClientWatch(client.receive, 60.0):
+            await asyncio.sleep(5)
+    # The task is as it was: nothing of the cancellation is left.
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+async def test_a_watch_lets_results_and_errors_through() -> None:
+    client = Client()
+    async with ClientWatch(client.receive, 60.0):
+        await asyncio.sleep(0)
+    with pytest.raises(KeyError):
+        async with ClientWatch(client.receive, 60.0):
+            raise KeyError
+    client.gone.set()
+    await asyncio.sleep(0.01)
+    assert {task.get_name() for task in asyncio.all_tasks()} == {asyncio.current_task().get_name()}  # type: ignore[union-attr]
+
+
+async def test_a_cancellation_from_outside_stays_one() -> None:
+    client = Client()
+
+    async def work() -> None:
+        async with ClientWatch(client.receive, 60.0):
+            await asyncio.sleep(5)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0.01)
+    client.gone.set()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_watch_ends_a_write_that_takes_too_long_and_no_other() -> None:
+    async def write(times: int, seconds: float) -> None:
+        async with ClientWatch(Client().receive, 0.2) as watch:
+            for _ in range(times):
+                watch.writing_since = time.monotonic()
+                await asyncio.sleep(seconds)
+                watch.writing_since = None
+            await asyncio.sleep(0.3)
+
+    await write(6, 0.06)
+    with pytest.raises(ClientGoneError):
+        await write(1, 5.0)
+
+
+async def test_a_receive_that_fails_means_a_client_that_is_gone() -> None:
+    async def receive() -> dict[str, Any]:
+        raise ConnectionError
+
+    with pytest.raises(ClientGoneError):
+        async with ClientWatch(receive, 60.0):
+            await asyncio.sleep(5)

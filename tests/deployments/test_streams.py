@@ -6,9 +6,13 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.configs.errors import EngineDeadError
 from shoal.deployments.generation import GuardedChoice
+from shoal.deployments.http.formats import ChatFormat, Format, StreamUsage, TextFormat, TextOptions
+from shoal.deployments.protocol.responses import FRAMED, Envelope, make_usage
 from shoal.deployments.streams import LoopSink, RequestStream, StreamHub, merge
 from shoal.guardrails.denylist import DenyList
 from shoal.guardrails.pipeline import RailPipeline
@@ -109,6 +113,35 @@ async def test_steps_from_another_thread_arrive_in_order() -> None:
             break
     thread.join()
     assert text == "".join(f"{step}," for step in range(500))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.sampled_from([{}, {"usage": None}]))
+def test_a_framed_chunk_is_the_chunk(text: str, more: dict[str, None]) -> None:
+    envelope = Envelope("chatcmpl-1", f'a model {FRAMED} and "quotes"', "fp_1", ("whole", "chunk"))
+
+    def choice(content: str) -> dict[str, object]:
+        return {"index": 3, "delta": {"content": content}, "logprobs": None, "finish_reason": None}
+
+    text = text.encode("utf-8", "replace").decode()
+    assert envelope.frame(choice(FRAMED), **more).around(text) == envelope.chunk((choice(text),), **more)
+
+
+@pytest.mark.parametrize("usage", [StreamUsage(False, False), StreamUsage(True, False), StreamUsage(True, True)])
+def test_chunks_are_the_same_framed_and_one_by_one(usage: StreamUsage) -> None:
+    deltas = [RequestDelta("r", 0, text, [1], num_output_tokens=n) for n, text in enumerate(("a", "", '\n\n"', "é"), 1)]
+    deltas.append(RequestDelta("r", 0, "z", [1], [], FinishReason.LENGTH, num_output_tokens=5))
+
+    def layouts() -> list[Format]:
+        envelope = Envelope("id", "m", "fp", ("whole", "chunk"))
+        chat = ChatFormat(envelope, usage, vocabulary=None, wants_logprobs=False, wants_prompt_logprobs=False)
+        options = TextOptions(n=1, echo=None, logprobs=False, prompt_logprobs=False, vocabulary=None)
+        return [chat, TextFormat(envelope, usage, options)]
+
+    for framed, plain in zip(layouts(), layouts(), strict=True):
+        for delta in deltas:
+            totals = make_usage(7, delta.num_output_tokens, 0)
+            assert framed.events({0: delta}, totals) == plain._any_events({0: delta}, totals)
 
 
 @pytest.mark.parametrize("whole_deltas", [False, True])
