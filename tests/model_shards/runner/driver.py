@@ -5,19 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from shoal.kernels.capture import Capturer, Program
 from shoal.model_shards.engine.plan import NewSequence, ScheduledChunk, StepOutput, StepPlan
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.runner.batch import ForwardBatch
 from shoal.model_shards.runner.captured import Computed
+from shoal.model_shards.runner.decode_graphs import DecodeGraphs
+from shoal.model_shards.runner.device_inputs import DeviceInputs
+from shoal.model_shards.runner.footprint import graph_sizes
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.weights.sources import ModelSource
 
+T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0)
 
 Execute = Callable[[StepPlan], StepOutput]
@@ -43,6 +48,48 @@ def settings_for(path: Path, **changes: Any) -> RunnerSettings:
 
 def make_runner(path: Path, **changes: Any) -> ModelRunner:
     return ModelRunner(settings_for(path, **changes), ParallelContext.single())
+
+
+class _Again(Program[T]):
+    nbytes = 1
+
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._run = run
+        self.result = run()
+
+    def replay(self) -> T:
+        again = self._run()
+        for mine, first in zip(again, self.result, strict=True):  # type: ignore[call-overload]
+            assert (mine is None) == (first is None)
+            assert mine is None or mine.data_ptr() == first.data_ptr(), "results must stay where they are"
+        return again
+
+
+class Repeater(Capturer):
+    """Stands in for CUDA graphs: it runs again what it captured. `refuses`: which of the captures, counted from 0,
+    gives no program."""
+
+    def __init__(self, refuses: int | None = None) -> None:
+        self.captures, self._refuses = 0, refuses
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Program[T] | None]:
+        self.captures += 1
+        if self.captures - 1 == self._refuses:
+            self.refusal = "of a reason"
+            return run(), None
+        program = _Again(run)
+        return program.result, program
+
+
+def with_graphs(runner: ModelRunner, capturer: Capturer | None = None) -> ModelRunner:
+    """Gives a runner on the CPU what a runner on a GPU has."""
+    runner.model.ops.capturer = lambda _: capturer or Repeater()  # type: ignore[method-assign]
+    runner._inputs = DeviceInputs(runner.settings, runner.config.vocab_size, runner.device)
+    sizes = graph_sizes(runner.settings.max_num_seqs)
+    runner.captured = DecodeGraphs(runner.model, runner.pages, runner._inputs, runner.context, sizes)
+    runner._warm_up()
+    runner.captured.prepare()
+    return runner
 
 
 def watch_hidden(runner: ModelRunner) -> list[torch.Tensor]:

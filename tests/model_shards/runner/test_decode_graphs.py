@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
-from shoal.kernels.capture import Capturer, Program
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
 from shoal.model_shards.parallel.context import MeshPosition, ParallelContext
 from shoal.model_shards.runner.decode_graphs import DecodeGraphs
@@ -22,51 +21,9 @@ from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.sampling.params import SamplingParams
 from shoal.model_shards.sampling.sampler import Sampler, SampleResult
 
-T = TypeVar("T")
 TinyCheckpoint = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, logprobs=3)
-
-
-class Again(Program[T]):
-    nbytes = 1
-
-    def __init__(self, run: Callable[[], T]) -> None:
-        self._run = run
-        self.result = run()
-
-    def replay(self) -> T:
-        again = self._run()
-        for mine, first in zip(again, self.result, strict=True):  # type: ignore[call-overload]
-            assert (mine is None) == (first is None)
-            assert mine is None or mine.data_ptr() == first.data_ptr(), "results must stay where they are"
-        return again
-
-
-class Repeater(Capturer):
-    """`refuses`: which of the captures, counted from 0, gives no program."""
-
-    def __init__(self, refuses: int | None = None) -> None:
-        self.captures, self._refuses = 0, refuses
-
-    def capture(self, run: Callable[[], T]) -> tuple[T, Program[T] | None]:
-        self.captures += 1
-        if self.captures - 1 == self._refuses:
-            self.refusal = "of a reason"
-            return run(), None
-        program = Again(run)
-        return program.result, program
-
-
-def with_graphs(runner: ModelRunner, capturer: Capturer | None = None) -> ModelRunner:
-    """Gives a runner on the CPU what a runner on a GPU has."""
-    runner.model.ops.capturer = lambda _: capturer or Repeater()  # type: ignore[method-assign]
-    runner._inputs = DeviceInputs(runner.settings, runner.config.vocab_size, runner.device)
-    sizes = graph_sizes(runner.settings.max_num_seqs)
-    runner.captured = DecodeGraphs(runner.model, runner.pages, runner._inputs, runner.context, sizes)
-    runner._warm_up()
-    runner.captured.prepare()
-    return runner
 
 
 def without_programs(runner: ModelRunner) -> ModelRunner:
@@ -100,7 +57,7 @@ def test_filled_up_steps_give_the_same(
 ) -> None:
     path = tiny_checkpoint(family)
     plans = plans_of(driver, path, sampling)
-    runner, eager = with_graphs(driver.make_runner(path)), without_programs(driver.make_runner(path))
+    runner, eager = driver.with_graphs(driver.make_runner(path)), without_programs(driver.make_runner(path))
     assert outputs(runner, plans) == outputs(eager, plans)
     assert runner.captured.replays >= 35
     for mine, expected in zip(runner.pages, eager.pages, strict=True):
@@ -110,7 +67,7 @@ def test_filled_up_steps_give_the_same(
 
 def test_start_up_and_filling_up_store_nothing(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
     """Of the pages, only the slots of live tokens are ever written; above all not the null block."""
-    runner = with_graphs(driver.make_runner(tiny_checkpoint("llama"), backend="reference", max_num_seqs=8))
+    runner = driver.with_graphs(driver.make_runner(tiny_checkpoint("llama"), backend="reference", max_num_seqs=8))
     assert not any(pages.k.any() or pages.v.any() for pages in runner.pages)
     plays = driver.Driver(runner.settings)
     plan = plays.plan([plays.chunk(i, 0, 1, True) for i in range(3)], new=[plays.new(i, [7]) for i in range(3)])
@@ -124,7 +81,7 @@ def test_start_up_and_filling_up_store_nothing(tiny_checkpoint: TinyCheckpoint, 
 
 
 def test_steps_that_are_no_decodes_run_by_themselves(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
-    runner = with_graphs(driver.make_runner(tiny_checkpoint("llama"), max_num_seqs=4))
+    runner = driver.with_graphs(driver.make_runner(tiny_checkpoint("llama"), max_num_seqs=4))
     assert len(runner.captured) == len(graph_sizes(4))
     driver.generate(runner.execute, runner.settings, [[1, 2], [3, 4, 5]], 1)
     assert runner.captured.replays == 0
@@ -134,8 +91,8 @@ def test_a_refusal_leaves_no_program_and_says_why(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tiny_checkpoint("llama")
-    capturer = Repeater(refuses=2)
-    runner = with_graphs(driver.make_runner(path), capturer)
+    capturer = driver.Repeater(refuses=2)
+    runner = driver.with_graphs(driver.make_runner(path), capturer)
     assert capturer.captures == 3
     assert len(runner.captured) == 0
     assert "of a reason" in caplog.text
@@ -145,7 +102,7 @@ def test_a_refusal_leaves_no_program_and_says_why(
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
-    runner = with_graphs(driver.make_runner(tiny_checkpoint("llama")))
+    runner = driver.with_graphs(driver.make_runner(tiny_checkpoint("llama")))
     plays = driver.Driver(runner.settings)
     with pytest.raises(IndexError, match="token id"):
         runner.execute(plays.plan([plays.chunk(1, 0, 1, True)], new=[plays.new(1, [1 << 30])]))
@@ -178,7 +135,7 @@ def test_ranks_of_a_stage_have_all_programs_or_none(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, others: int, programs: int
 ) -> None:
     runner = driver.make_runner(tiny_checkpoint("llama"), max_num_seqs=4)
-    runner.model.ops.capturer = lambda _: Repeater()
+    runner.model.ops.capturer = lambda _: driver.Repeater()
     inputs = DeviceInputs(runner.settings, runner.config.vocab_size, runner.device)
     graphs = DecodeGraphs(runner.model, runner.pages, inputs, TwoRanks(others), [1, 2, 4])
     graphs.prepare()
@@ -187,7 +144,7 @@ def test_ranks_of_a_stage_have_all_programs_or_none(
 
 def test_sums_that_wait_in_the_host_are_not_captured(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
     runner = driver.make_runner(tiny_checkpoint("llama"), max_num_seqs=4)
-    capturer = Repeater()
+    capturer = driver.Repeater()
     runner.model.ops.capturer = lambda _: capturer
     inputs = DeviceInputs(runner.settings, runner.config.vocab_size, runner.device)
     DecodeGraphs(runner.model, runner.pages, inputs, TwoRanks(9, queues=False), [1, 2, 4]).prepare()
@@ -222,7 +179,7 @@ def test_pipeline_stages_hand_on_what_programs_computed(tiny_checkpoint: TinyChe
     settings = driver.settings_for(path, pipeline_parallel_size=2)
     hidden: deque[torch.Tensor] = deque()
     tokens: deque[list[int]] = deque()
-    stages = [with_graphs(ModelRunner(settings, Pipe(stage, hidden, tokens))) for stage in (0, 1)]
+    stages = [driver.with_graphs(ModelRunner(settings, Pipe(stage, hidden, tokens))) for stage in (0, 1)]
     plans = plans_of(driver, path)
     given = [[stage.execute(plan) for stage in stages][1] for plan in plans]
     assert given == outputs(driver.make_runner(path), plans)
@@ -243,7 +200,7 @@ def test_the_model_part_of_a_step_reads_nothing_from_the_device(
     monkeypatch.setattr(table, "INTERPRETED", True)  # lets it be made for a device that is no GPU
     launches: list[Any] = []
     monkeypatch.setattr(launch.Launch, "run", lambda launched: launches.append(launched))
-    monkeypatch.setattr(table.TritonOps, "capturer", lambda *_: Repeater())
+    monkeypatch.setattr(table.TritonOps, "capturer", lambda *_: driver.Repeater())
 
     def sample(self: Sampler, logits: torch.Tensor, states: list[Any]) -> SampleResult:
         assert logits.shape == (len(states), 320)
