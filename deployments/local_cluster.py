@@ -34,6 +34,15 @@ _STATUS_EVERY_S = 0.5
 _USER_ERRORS = tuple(f"{error.__module__}.{error.__name__}" for error in (ConfigError, ModelLoadError))
 _STOP_S = 10.0
 _MAX_TEMPORARY_PATH = 8
+_CALM = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+    "REPORTER_UPDATE_INTERVAL_MS": "10000",
+    "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_event_stats": "0",
+}
+"""How often Ray and Serve look around where nothing but one application runs: by default 4 to 20 times as often, which
+keeps 7 % of a core busy for ever (docs/operations.md). What the user has set stays."""
 _EXCEPTION_LINE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): (.*)")
 
 
@@ -92,20 +101,32 @@ class LocalCluster:
     def start(self) -> None:
         """Starts Ray and connects to it. To be called in the main thread. Takes about two seconds, mostly waiting."""
         self.prepare()
-        assert self._directory is not None
         import ray
 
-        from shoal.deployments.ray_head import HeadOptions, RayHead
-
-        options = self._options
         with _explained("Ray"):
-            head = HeadOptions(self._directory / "ray", options.num_cpus, options.dashboard)
             try:
-                self._head = RayHead(head, meanwhile=_import_serve)
+                self._head = self._start_head()
+            except Exception as error:
+                # Ray gives its processes half a minute, which a busy machine with cold files may need: with warm ones
+                # it may not.
+                logger.warning("Ray did not start (%s); trying once more", error)
+                self._end_descendants()
+                self._head = self._start_head()
+            try:
                 ray.init(address=self._head.address, log_to_driver=False, logging_level=logging.ERROR)
             finally:
                 self._note_descendants()
         self.dashboard_url = self._head.dashboard_url
+
+    def _start_head(self) -> RayHead:
+        from shoal.deployments.ray_head import HeadOptions, RayHead
+
+        assert self._directory is not None
+        options = HeadOptions(self._directory / "ray", self._options.num_cpus, self._options.dashboard)
+        try:
+            return RayHead(options, meanwhile=_import_serve)
+        finally:
+            self._note_descendants()
 
     def start_serve(self) -> None:
         """Starts Serve's controller, and its proxy where there is to be one."""
@@ -196,6 +217,7 @@ class LocalCluster:
             # Ray would set it to the (logical) CPUs of an actor, and torch would compute on one thread.
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             **_ingress_environment(self._options, directory / "h"),
+            **{name: os.environ.get(name, value) for name, value in _CALM.items()},
         }
         for name, value in settings.items():
             self._environment[name] = os.environ.get(name)

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             check_port(options.host, options.port)
             config = app_config(args)
             progress.say(f"reading {config.engine.model}")
-            served = _preflight(config)
+            served = preflight(config)
             stop.check()
             handle = _start(cluster, config, served, progress, stop)
             url = f"http://{_url_host(options.host)}:{options.port}"
@@ -146,7 +146,7 @@ def app_config(args: argparse.Namespace) -> AppConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class ServedModel:
     """What is known of a model before anything has started."""
 
     name: str
@@ -154,7 +154,7 @@ class _Served:
     """Its weights; none for a scripted model."""
 
 
-def _preflight(config: AppConfig) -> _Served:
+def preflight(config: AppConfig) -> ServedModel:
     """What can be known to be wrong without loading anything: settings, rails, files. What needs torch to be known
     (does the memory suffice?) the replica finds out: importing it here too would cost seconds and 150 MB."""
     from shoal.guardrails.pipeline import load_rails
@@ -166,16 +166,16 @@ def _preflight(config: AppConfig) -> _Served:
 
         path = Path(engine.model.removeprefix(SCRIPTED)).expanduser()
         read_script_file(path)
-        return _Served(engine.served_model_name or path.stem, ())
+        return ServedModel(engine.served_model_name or path.stem, ())
     from shoal.model_shards.weights.open import read_config, weight_files
     from shoal.model_shards.weights.sources import resolve_model
 
     source = resolve_model(engine.model)
     read_config(source)
-    return _Served(engine.served_model_name or source.name, tuple(weight_files(source)))
+    return ServedModel(engine.served_model_name or source.name, tuple(weight_files(source)))
 
 
-def _start(cluster: LocalCluster, config: AppConfig, served: _Served, progress: _Progress, stop: _Stop) -> Any:
+def _start(cluster: LocalCluster, config: AppConfig, served: ServedModel, progress: _Progress, stop: _Stop) -> Any:
     # While Ray starts, which is mostly waiting, files are read ahead and the CPU kernels compiled if they never were.
     warming = threading.Thread(target=_warm_up, args=(config, served), daemon=True)
     warming.start()
@@ -193,7 +193,7 @@ def _start(cluster: LocalCluster, config: AppConfig, served: _Served, progress: 
     return cluster.run(build_graph(config, cluster.listen), APP_NAME)
 
 
-def _warm_up(config: AppConfig, served: _Served) -> None:
+def _warm_up(config: AppConfig, served: ServedModel) -> None:
     """Best effort: the replica does the same, waits for a compilation that runs, and reports what goes wrong."""
     with contextlib.suppress(OSError):
         for path in served.files:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +117,23 @@ def wait_until_idle(url: str, timeout_s: float) -> None:
     while not is_idle(url):
         assert time.monotonic() < deadline, "sequences or blocks are still in use"
         time.sleep(0.05)
+
+
+def test_the_cluster_is_closed_to_whoever_has_no_token(cluster: Any, tmp_path: Path) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    wrong = tmp_path / "token"
+    wrong.write_text("0" * 64)
+    program = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False); print('connected')"
+    answers = {}
+    for name, token in (("right", cluster.token_path), ("wrong", wrong)):
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        command = [sys.executable, "-c", program, address]
+        answers[name] = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "connected" in answers["right"].stdout, answers["right"].stderr
+    assert "connected" not in answers["wrong"].stdout
+    assert "token" in answers["wrong"].stderr.lower()
 
 
 def test_chat(client: Any) -> None:

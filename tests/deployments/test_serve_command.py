@@ -125,6 +125,21 @@ def test_a_bad_deny_list_is_refused(tiny_script: Path, tmp_path: Path) -> None:
     assert "words.txt:2" in refused(arguments, tmp_path)
 
 
+@pytest.mark.real_model
+def test_checking_needs_no_torch(smollm2: Any) -> None:
+    """It is the replica that needs it: here it would only cost seconds and memory."""
+    program = """
+import argparse, sys
+from shoal.deployments.cli import serve
+parser = argparse.ArgumentParser()
+serve.add_parser(parser.add_subparsers())
+served = serve.preflight(serve.app_config(parser.parse_args(["serve", "smollm2-135m"])))
+print(served.name, served.files[0].name, "torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.split() == ["smollm2-135m", "SmolLM2-135M-Instruct.Q4_1.gguf", "False"]
+
+
 @pytest.fixture
 def tiny_script(tiny_tokenizer: Path, tmp_path: Path) -> Path:
     path = tmp_path / "answers.json"
