@@ -59,7 +59,7 @@ class GatewayConfig(Section):
 
 class TokenizerConfig(Section):
     threads: int = Field(default=2, gt=0, le=64)
-    """Rendering templates and encoding happen there, never on an event loop."""
+    """Long texts are rendered and encoded there, never on an event loop."""
     max_pending: int = Field(default=1024, gt=0)
     """Requests waiting for a thread; more are answered with 503."""
 
