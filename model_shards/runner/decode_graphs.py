@@ -70,7 +70,7 @@ class DecodeGraphs(CapturedSteps):
         model, rows = self._model, self._sizes[-1]
         if not self._context.queues_sums:
             return _without("the sums over the ranks wait in the host")
-        capturer = model.ops.capturer(captured_bytes(model.config, rows, model.ops.activation_dtype))
+        capturer = model.ops.capturer(captured_bytes(model.config, rows, rows, model.ops.activation_dtype))
         if capturer is None:
             return _without(f"nothing captures the {model.ops.name} operators on this device")
         began = time.monotonic()

@@ -22,11 +22,11 @@ LOGITS_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Logits of one piece at most: longer columns of rows are sampled or scored piece by piece. A GPU reads the head once a
 piece, and has the memory to do so once a step."""
 
-MAX_CAPTURED_TOKENS = 64
+MAX_CAPTURED_TOKENS = 128
 """Tokens of the largest step that runs as a program on a CPU; beyond, what the operators do outweighs calling them."""
 
-PROGRAM_BYTES = 16 << 20
-"""Recordings of all programs of a rank on a CPU; a layer takes about 1 KiB of one."""
+PROGRAM_LAYER_BYTES = 2 << 10
+"""Of a layer in a recording on a CPU, at most."""
 
 GRAPH_LAYER_BYTES = 256 << 10
 """A layer's kernels in a CUDA graph: a dozen, with what the driver keeps of each on the device. An upper estimate."""
@@ -82,14 +82,21 @@ def activation_bytes(config: ModelConfig, limits: StepLimits, tp_size: int = 1) 
         captured = graph_bytes(config, limits, tp_size)
     elif tp_size == 1:
         tokens = min(MAX_CAPTURED_TOKENS, limits.max_num_batched_tokens)
-        captured = captured_bytes(config, tokens, limits.activation_dtype) + PROGRAM_BYTES
+        rows = min(tokens, limits.max_num_seqs)
+        captured = captured_bytes(config, tokens, rows, limits.activation_dtype) + program_bytes(config, tokens, rows)
     return limits.max_num_batched_tokens * per_token + logits + rotary + captured
 
 
-def captured_bytes(config: ModelConfig, num_tokens: int, activation_dtype: torch.dtype) -> int:
-    """What a program of so many tokens computes: hidden states and logits, of one rank a stage."""
-    logits = min(num_tokens, max_logit_rows(config.vocab_size, "cpu")) * config.vocab_size * torch.float32.itemsize
+def captured_bytes(config: ModelConfig, num_tokens: int, num_logits: int, activation_dtype: torch.dtype) -> int:
+    """What a program computes: hidden states of so many tokens and logits of so many, of one rank a stage."""
+    logits = min(num_logits, max_logit_rows(config.vocab_size, "cpu")) * config.vocab_size * torch.float32.itemsize
     return num_tokens * _activations_per_token(config, 1) * activation_dtype.itemsize + logits + _CAPTURED_SLACK
+
+
+def program_bytes(config: ModelConfig, num_tokens: int, num_logits: int) -> int:
+    """Recordings on a CPU when every size has come: one for each number of tokens, and one for each number of decodes
+    with their logits."""
+    return (num_tokens + num_logits) * config.num_layers * PROGRAM_LAYER_BYTES
 
 
 def graph_bytes(config: ModelConfig, limits: StepLimits, tp_size: int = 1) -> int:

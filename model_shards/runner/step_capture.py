@@ -1,14 +1,17 @@
-"""Small steps as programs: captured when their size comes a second time, replayed from then on.
+"""Small steps as programs, for a CPU: captured when their size comes a second time, replayed from then on.
 
 A program is made for a number of tokens, whatever sequences they belong to: there are as many sequences as tokens,
 and those beyond the step's have no tokens. What changes from step to step (token ids, positions, slots, block tables,
 lengths) is copied into tensors that stay where they are. The models know nothing of it.
+
+A capture costs about three times what a replay of its program saves, so it pays from the third replay on; a program is
+small beside the weights that it reads. So there is room for all of them and none is ever dropped: whatever sizes come,
+and in whatever order, each is captured once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +23,7 @@ from shoal.kernels.page_format import KVPages
 from shoal.model_shards.models.decoder import Decoder
 from shoal.model_shards.runner.batch import ForwardBatch
 from shoal.model_shards.runner.captured import CapturedSteps, Computed, Result
-from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS, PROGRAM_BYTES, captured_bytes, max_logit_rows
+from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS, captured_bytes, max_logit_rows
 from shoal.model_shards.runner.settings import RunnerSettings
 
 logger = logging.getLogger(__name__)
@@ -37,9 +40,10 @@ class StepCapture(CapturedSteps):
         self.max_tokens = min(MAX_CAPTURED_TOKENS, settings.max_num_batched_tokens)
         self._capturer = None
         if settings.tensor_parallel_size == 1:
-            pool_bytes = captured_bytes(model.config, self.max_tokens, model.ops.activation_dtype)
+            rows = min(self.max_tokens, settings.max_num_seqs)
+            pool_bytes = captured_bytes(model.config, self.max_tokens, rows, model.ops.activation_dtype)
             self._capturer = model.ops.capturer(pool_bytes)
-        self._programs: OrderedDict[_Key, Program[Result]] = OrderedDict()
+        self._programs: dict[_Key, Program[Result]] = {}
         self._seen: set[_Key] = set()
         self._logit_rows = max_logit_rows(model.config.vocab_size, "cpu")
         self._inputs = _Inputs(model, settings, self.max_tokens)
@@ -70,7 +74,6 @@ class StepCapture(CapturedSteps):
         if program is None:
             hidden, logits = self._capture(key)
         else:
-            self._programs.move_to_end(key)
             self.replays += 1
             hidden, logits = program.replay()
         return Computed(hidden, logits, torch.from_numpy(batch.sample_rows))
@@ -91,8 +94,6 @@ class StepCapture(CapturedSteps):
             self._programs.clear()
         else:
             self._programs[key] = program
-            while self.nbytes > PROGRAM_BYTES and len(self._programs) > 1:
-                self._programs.popitem(last=False)
         return result
 
 

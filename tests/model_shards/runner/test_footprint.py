@@ -17,7 +17,6 @@ from shoal.kernels.ops import LinearWeight
 from shoal.model_shards.quantization.schemes import DenseScheme
 from shoal.model_shards.runner.footprint import (
     MAX_CAPTURED_TOKENS,
-    PROGRAM_BYTES,
     StepLimits,
     activation_bytes,
     captured_bytes,
@@ -25,6 +24,7 @@ from shoal.model_shards.runner.footprint import (
     graph_sizes,
     kv_bytes_per_block,
     max_logit_rows,
+    program_bytes,
     weights_bytes,
 )
 from shoal.model_shards.runner.model_runner import ModelRunner
@@ -106,12 +106,13 @@ def test_activations_grow_with_the_step(tiny_checkpoint: Callable[..., Path], dr
 def test_captured_steps_are_counted_where_they_can_be(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
     """On a CPU one rank a stage has programs, of steps up to a bound; with tensor parallelism there are none."""
     config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
-    pool = captured_bytes(config, MAX_CAPTURED_TOKENS, torch.float32)
-    assert captured_bytes(config, 8, torch.float32) < pool
+    pool = captured_bytes(config, MAX_CAPTURED_TOKENS, 64, torch.float32)
+    assert captured_bytes(config, 8, 8, torch.float32) < pool
     one, split = (activation_bytes(config, limits(), tp_size) for tp_size in (1, 2))
-    assert one - split > pool + PROGRAM_BYTES
+    assert one - split > pool + program_bytes(config, MAX_CAPTURED_TOKENS, 64)
     small, large = (activation_bytes(config, limits(max_num_batched_tokens=tokens)) for tokens in (32, 64))
-    assert large - small > captured_bytes(config, 64, torch.float32) - captured_bytes(config, 32, torch.float32)
+    more = captured_bytes(config, 64, 64, torch.float32) - captured_bytes(config, 32, 32, torch.float32)
+    assert large - small > more
 
 
 def test_graphs_are_counted_on_a_gpu(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:

@@ -13,8 +13,7 @@ import torch
 
 from shoal.kernels.cpu.native import NativeUnavailableError, load
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
-from shoal.model_shards.runner import step_capture
-from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS
+from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS, PROGRAM_LAYER_BYTES, program_bytes
 from shoal.model_shards.sampling.params import SamplingParams
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -182,35 +181,46 @@ def test_the_largest_step_fits_the_promised_memory(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str
 ) -> None:
     path = tiny_checkpoint(family)
-    prompts = {i: [10 + i] for i in range(MAX_CAPTURED_TOKENS)}
-    runner = driver.make_runner(path)
-    driver.generate(runner.execute, runner.settings, list(prompts.values()), 4)
+    limits = {"max_num_seqs": MAX_CAPTURED_TOKENS, "num_blocks": 2 * MAX_CAPTURED_TOKENS}
+    runner = driver.make_runner(path, **limits)
+    driver.generate(runner.execute, runner.settings, [[10 + i] for i in range(MAX_CAPTURED_TOKENS)], 4)
     assert runner.captured.replays == 2
-    driver.generate(driver.make_runner(path).execute, runner.settings, [list(range(MAX_CAPTURED_TOKENS))], 2)
+    prompt = list(range(MAX_CAPTURED_TOKENS))
+    runner = driver.make_runner(path, max_num_seqs=1)
+    for seq_id in range(3):
+        plays = driver.Driver(runner.settings)
+        for plan in plays.prefill_plans({seq_id: prompt}):
+            runner.execute(plan)
+        runner.execute(plays.plan([], removed=[seq_id]))
+    assert runner.captured.replays == 1
 
 
 def test_larger_steps_run_operator_by_operator(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
-    runner = driver.make_runner(tiny_checkpoint("llama"))
     size = MAX_CAPTURED_TOKENS + 1
+    runner = driver.make_runner(tiny_checkpoint("llama"), max_model_len=3 * size)
     for plan in driver.Driver(runner.settings).prefill_plans({1: [1] * (3 * size)}, size):
         runner.execute(plan)
     assert len(runner.captured) == 0
 
 
-def test_programs_that_were_not_used_for_long_make_room(
-    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("weights", ["dense", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_size_is_captured_once_within_the_promised_memory(
+    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str, weights: str
 ) -> None:
-    path = tiny_checkpoint("llama")
-    runner = driver.make_runner(path)
-    driver.generate(runner.execute, runner.settings, [[1, 2]], 4)
-    one = runner.captured.nbytes
-    assert 0 < one < 8 << 10
-    monkeypatch.setattr(step_capture, "PROGRAM_BYTES", 3 * one)
-    plans = mixed_plans(driver, path)
-    captured = Watched(driver, path, captures=True).run(plans)
-    assert len(captured.runner.captured) <= 3
-    assert captured.runner.captured.nbytes <= 3 * one
-    assert captured.outputs == Watched(driver, path, captures=False).run(plans).outputs
+    """Steps of all sizes, up and down and again: as many programs as sizes, however they take turns."""
+    runner = driver.make_runner(tiny_checkpoint(family), weights=weights)
+    sizes = (1, 2, 3, 5, 8, 13, 64, 65, 100, MAX_CAPTURED_TOKENS)
+    for seq_id, size in enumerate((*sizes, *reversed(sizes), *sizes, *sizes)):
+        plays = driver.Driver(runner.settings)
+        plan = plays.plan([plays.chunk(seq_id, 0, size, False)], new=[plays.new(seq_id, [7] * (size + 1))])
+        runner.execute(plan)
+        runner.execute(plays.plan([], removed=[seq_id]))
+    assert len(runner.captured) == len(sizes)
+    assert runner.captured.replays == 2 * len(sizes)
+    assert runner.captured.nbytes < program_bytes(runner.config, len(sizes), 0)
+    largest = max(program.nbytes for program in runner.captured._programs.values())
+    assert largest <= runner.config.num_layers * PROGRAM_LAYER_BYTES
 
 
 def test_a_model_that_cannot_be_captured_runs_all_the_same(
