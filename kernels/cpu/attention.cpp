@@ -139,7 +139,7 @@ struct Attention {
     }
 
     void few_rows(const Tile& t, const Workspace& w, const Block<E>& b, const Running& run, float* acc) const {
-        with_constant(rows(t), [&](auto n) {
+        with_constant<direct::MOST_ROWS<E>>(rows(t), [&](auto n) {
             direct::score<n>(w.queries, s.dim, b, w.scores);
             softmax<n>(run, 0, b.base, b.begin, b.end, w.scores);
             direct::accumulate<n>(w.scores, b, s.dim, width(), w.shrink, acc);
@@ -155,7 +155,7 @@ struct Attention {
             const i64 hidden = s.window ? w.position[row] + 1 - s.window - b.base : 0;
             const i64 begin = std::max(b.begin, hidden);
             if (begin >= end) return;
-            with_constant(size, [&](auto n) {
+            with_constant<ROW_BLOCK>(size, [&](auto n) {
                 widened::score<n>(w.queries + row * s.dim, panels, begin, end, w.scores);
                 softmax<n>(run, row, b.base, begin, end, w.scores);
                 widened::accumulate<n>(w.scores, panels, begin, end, w.shrink + row, acc + row * width());
@@ -170,7 +170,7 @@ struct Attention {
         std::fill(w.totals, w.totals + rows(t) * VL, 0.0f);
         for (i64 base = from / KEYS * KEYS; base < to; base += KEYS) {
             const Block<E> b = block(t, next, base, from, to);
-            if (rows(t) <= ROW_BLOCK) few_rows(t, w, b, run, p.acc);
+            if (rows(t) <= direct::MOST_ROWS<E>) few_rows(t, w, b, run, p.acc);
             else many_rows(t, w, b, run, p.acc);
         }
         for (i64 r = 0; r < rows(t); r++) p.total[r] = sum(load(w.totals + r * VL));

@@ -9,13 +9,17 @@ namespace {
 
 namespace direct {
 
+// Rows that are one tile of registers. Taking pairs of fp32 apart needs some for itself.
+template <class E>
+constexpr int MOST_ROWS = sizeof(E) == 2 ? ROW_BLOCK : ROW_BLOCK * 2 / 3;
+
 constexpr int GROUPS = GRANULE / VL;  // vectors of keys of a granule
 
 // How many of `limit` (a power of two) independent pieces of `size` accumulators compilers keep in registers beside the
 // rest: with one more, gcc 12 spills.
 constexpr int fitting(int size, int limit) {
     int n = 1;
-    while (n * 2 <= limit && n * 2 * size <= (REGISTERS == 32 ? 24 : 11)) n *= 2;
+    while (n * 2 <= limit && n * 2 * size <= (REGISTERS == 32 ? 14 : 11)) n *= 2;
     return n;
 }
 
@@ -44,7 +48,9 @@ SHOAL_INLINE void add_pair(const float* keys, const float* q, i64 dim, vf (*acc)
     for (int u = 0; u < GROUPS; u++) {
         vf even, odd;
         key_pair(keys + u * PANEL, even, odd);
+        q = anew(q);
         for (int r = 0; r < ROWS; r++) acc[r][u] += even * q[r * dim];
+        q = anew(q);
         for (int r = 0; r < ROWS; r++) acc[r][u] += odd * q[r * dim + 1];
     }
 }
@@ -58,7 +64,7 @@ SHOAL_KERNEL void score_granules(const float* q, i64 dim, const Block<E>& block,
     for (i64 d = 0; d < dim; d += 2)
         for (int g = 0; g < AT_ONCE; g++) {
             for (i64 line = 0; line < i64(sizeof(E)) / 2; line++) __builtin_prefetch(ahead[g] + line * GRANULE);
-            add_pair<ROWS>(keys[g], q + d, dim, acc[g]);
+            add_pair<ROWS>(keys[g], anew(q + d), dim, acc[g]);
             keys[g] += step, ahead[g] += step;
         }
     for (int g = 0; g < AT_ONCE; g++)
@@ -69,7 +75,7 @@ SHOAL_KERNEL void score_granules(const float* q, i64 dim, const Block<E>& block,
 // Like `score` of panels.
 template <int ROWS, class E>
 SHOAL_INLINE void score(const float* queries, i64 dim, const Block<E>& block, float* scores) {
-    constexpr int AT_ONCE = fitting(ROWS * GROUPS, GRANULES);
+    constexpr int AT_ONCE = fitting(ROWS * GROUPS * int(sizeof(E) / 2), GRANULES);
     i64 granule = block.begin / GRANULE, end = (block.end + GRANULE - 1) / GRANULE;
     for (; granule + AT_ONCE <= end; granule += AT_ONCE)
         score_granules<ROWS, AT_ONCE>(queries, dim, block, granule, scores);

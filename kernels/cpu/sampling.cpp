@@ -62,6 +62,14 @@ struct Candidate {
     }
 };
 
+// sums[j] += 2 ** ((line[j] - largest) * factor)
+SHOAL_KERNEL void add_weights(const float* line, i64 count, float largest, float factor, float* sums) {
+    i64 j = 0;
+    for (; j + VL <= count; j += VL)
+        store(sums + j, load(sums + j) + exp2_negative((load(line + j) - largest) * factor));
+    for (; j < count; j++) sums[j] += exp2_negative(splat((line[j] - largest) * factor))[0];
+}
+
 class Row {
 public:
     Row(const float* values, i64 vocab) : values_(values), vocab_(vocab) {
@@ -113,16 +121,10 @@ private:
         for (i64 from = 0; from < vocab_; from += columns_) body(values_ + from, std::min(columns_, vocab_ - from));
     }
 
-    // The weights of every column added up, in the order of the lines.
     void sum_columns(float* sums) const {
-        const float factor = static_cast<float>(LOG2E / temperature_);
         std::fill(sums, sums + columns_, 0.0f);
-        lines([&](const float* line, i64 count) {
-            i64 j = 0;
-            for (; j + VL <= count; j += VL)
-                store(sums + j, load(sums + j) + exp2_negative((load(line + j) - largest_) * factor));
-            for (; j < count; j++) sums[j] += exp2_negative(splat((line[j] - largest_) * factor))[0];
-        });
+        const float factor = static_cast<float>(LOG2E / temperature_);
+        lines([&](const float* line, i64 count) { add_weights(line, count, largest_, factor, sums); });
     }
 
     i64 draw_plain(Uniforms uniform) {
@@ -241,6 +243,7 @@ extern "C" void shoal_sample(const float* logits, i64 stride, const void* draws,
     parallel_for(rows, worthwhile(threads, rows * vocab, WAKE_LOGITS), [&](i64 i) {
         Draw draw;
         std::memcpy(&draw, static_cast<const Draw*>(draws) + i, sizeof draw);
+        if (draw.top_k >= vocab) draw.top_k = 0;
         Row row(logits + i * stride, vocab);
         flags[i] = row.has_distribution() ? 0 : 1;
         ids[i] = flags[i] ? 0 : draw.temperature == 0.0 ? row.first_largest() : row.draw(draw);

@@ -29,11 +29,11 @@ struct Block {
     i64 base, begin, end, block_size;  // base: position of the first key; [begin, end): those read, counted from there
 };
 
-// Calls fn with n as a constant, 1 <= n <= ROW_BLOCK.
-template <int N = 1, class Fn>
+// Calls fn with n as a constant, 1 <= n <= MOST.
+template <int MOST, int N = 1, class Fn>
 SHOAL_INLINE void with_constant(i64 n, const Fn& fn) {
     if (n == N) return fn(std::integral_constant<int, N>{});
-    if constexpr (N < ROW_BLOCK) with_constant<N + 1>(n, fn);
+    if constexpr (N < MOST) with_constant<MOST, N + 1>(n, fn);
 }
 
 // Calls fn(row, n) for blocks of n <= ROW_BLOCK rows, as even as possible: 7 rows are 4 + 3, not 6 + 1.

@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 
+from shoal.kernels.cpu.ops import CpuOps
+
 
 @pytest.fixture
 def capturer(native_ops):
@@ -132,6 +134,21 @@ def test_an_error_in_the_captured_function_leaves_no_trace(native_ops, capturer)
     assert native_ops._native.gated is before
     _, program = capturer.capture(lambda: native_ops.silu_and_mul(x))
     assert torch.equal(program.replay(), native_ops.silu_and_mul(x))
+
+
+def test_with_checked_operators_there_are_no_programs(native_ops, random_batch, monkeypatch) -> None:
+    """A replay follows the indices that its inputs hold then; only operators that are called one by one check them."""
+    monkeypatch.setenv("SHOAL_KERNEL_CHECKS", "1")
+    checked = CpuOps(native_ops._native)
+    assert checked.capturer(1 << 20) is None
+    batch = random_batch.random((20,))
+    q, meta = batch.whole()
+    meta.block_tables[0, 1] = batch.num_blocks
+    with pytest.raises(IndexError, match="block out of range"):
+        checked.paged_attention(q, batch.pages(checked), meta, 0.125)
+    meta.slot_mapping[3] = batch.num_blocks * batch.block_size
+    with pytest.raises(IndexError, match="slot out of range"):
+        checked.store_kv(batch.k[0], batch.v[0], batch.pages(checked), meta.slot_mapping)
 
 
 def test_every_operator_of_a_step_can_be_in_a_program(native_ops) -> None:
