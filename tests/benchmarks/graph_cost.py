@@ -7,6 +7,9 @@ The same prompts, the same settings, streaming. At 32 streams: output tokens/s o
 connection, JSON, the chat template and the tokenizer (the engine alone is given token ids), the gateway, the way of the
 tokens back, SSE, and whatever Ray's own processes take of the machine. While the engine alone is measured the server
 sleeps (SIGSTOP).
+
+Only for a quiet machine: Linux shares the processors out by sessions and the server has one of its own, so whatever
+else runs in the terminal's session slows the engine alone more than the engine behind HTTP.
 """
 
 from __future__ import annotations
