@@ -24,4 +24,5 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stops the ranks and fails what is still under way. Idempotent; leaves no process and no thread."""
+        """Stops the ranks and fails what is still under way. Idempotent; leaves no process, and no
+        thread but one that hangs in a step, which the log then says."""

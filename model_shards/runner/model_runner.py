@@ -60,8 +60,8 @@ class ModelRunner:
             self._inputs = DeviceInputs(settings, self.config.vocab_size, self.device)
             sizes = graph_sizes(settings.max_num_seqs)
             self.captured = graphs = DecodeGraphs(self.model, self.pages, self._inputs, context, sizes)
-            self._warm_up()
             graphs.prepare()
+            self._warm_up()  # afterwards, since a capture gives back the memory that the largest step takes
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

@@ -54,7 +54,7 @@ def tiny(family: str, *, smallest: bool = False) -> ModelConfig:
         head_dim=16 if smallest else 64,
         intermediate_size=inner,
         vocab_size=vocab,
-        max_position=2048,
+        max_position=64 if smallest else 2048,
         rms_eps=1e-5,
         rope_theta=10000.0,
         qk_norm=family == "qwen3",

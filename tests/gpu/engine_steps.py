@@ -94,7 +94,7 @@ def run_steps(device: torch.device, seed: int, *, small: bool) -> Iterator[StepT
         num_blocks=1 + max(setting.batches) * setting.num_blocks,
         max_num_batched_tokens=32 if small else 8192,
         max_num_seqs=max(setting.batches),
-        max_model_len=setting.num_blocks * BLOCK_SIZE,
+        max_model_len=setting.config.max_position,
     )
     for pages in runner.pages:
         pages.k.normal_()

@@ -87,8 +87,8 @@ def with_graphs(runner: ModelRunner, capturer: Capturer | None = None) -> ModelR
     runner._inputs = DeviceInputs(runner.settings, runner.config.vocab_size, runner.device)
     sizes = graph_sizes(runner.settings.max_num_seqs)
     runner.captured = DecodeGraphs(runner.model, runner.pages, runner._inputs, runner.context, sizes)
-    runner._warm_up()
     runner.captured.prepare()
+    runner._warm_up()
     return runner
 
 
