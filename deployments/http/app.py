@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.deployments.http.body import read_json
@@ -25,60 +27,59 @@ SimpleHandler = Callable[[Request], Awaitable[Response]]
 
 def create_app(service: GatewayService, version: str) -> ASGIApp:
     """The whole HTTP surface. The service must be connected before requests come, and be closed by whoever made it."""
-    routes = Routes()
-    routes.add("POST", "/v1/chat/completions", lambda exchange: chat_completions(service, exchange))
-    routes.add("POST", "/v1/completions", lambda exchange: completions(service, exchange))
-    for add in (_add_models, _add_tokens, _add_operations):
-        add(routes, service)
 
     async def show_version(_: Request) -> Response:
         return JSONResponse({"version": version})
 
-    routes.add_simple("GET", "/version", show_version)
-    return RequestMiddleware(routes, service.metrics, service.in_flight)
+    router = Router(
+        [
+            _route("POST", "/v1/chat/completions", lambda exchange: chat_completions(service, exchange)),
+            _route("POST", "/v1/completions", lambda exchange: completions(service, exchange)),
+            *_models(service),
+            *_tokens(service),
+            *_operations(service),
+            _simple_route("GET", "/version", show_version),
+        ]
+    )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = router  # where it is, Starlette raises what it would else answer as plain text
+        try:
+            await router(scope, receive, send)
+        except HTTPException as error:
+            message = f"{scope['method']} {scope['path'][:200]}: {error.detail}."
+            raise RouteError(message, error.status_code) from error
+
+    return RequestMiddleware(app, service.metrics, service.in_flight)
 
 
-class Routes:
-    """The routes by their paths. A dozen fixed paths need no patterns, and a framework's router, with its middleware,
-    costs more than everything else that a request does here before it is tokenized."""
+class _Endpoint:
+    """A handler as an ASGI application of its own: Starlette gives it the connection as it came."""
 
-    def __init__(self) -> None:
-        self._handlers: dict[str, tuple[str, Handler]] = {}
-
-    def add(self, method: str, path: str, handler: Handler) -> None:
-        """`{}` at the end of a path stands for any rest of it, slashes included: `path_params["rest"]`."""
-        self._handlers[path] = (method, handler)
-
-    def add_simple(self, method: str, path: str, handler: SimpleHandler) -> None:
-        """One that makes its whole answer at once."""
-
-        async def respond(exchange: Exchange) -> None:
-            await exchange.respond(await handler(exchange.request))
-
-        self.add(method, path, respond)
+    def __init__(self, path: str, handler: Handler) -> None:
+        self._path = path
+        self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        route = self._route(path)
-        if route is None:
-            raise RouteError(f"{scope['method']} {path[:200]}: Not Found.", 404)
-        method, handler = self._handlers[route]
-        if scope["method"] not in (method, "HEAD" if method == "GET" else method):
-            raise RouteError(f"{scope['method']} {path[:200]}: Method Not Allowed.", 405)
-        scope["path_params"] = {"rest": path.removeprefix(route.removesuffix("{}"))}
         exchange = Exchange(scope, receive, send)
-        exchange.context.route = route
-        await handler(exchange)
-
-    def _route(self, path: str) -> str | None:
-        if path in self._handlers:
-            return path
-        if path.endswith("/") and path[:-1] in self._handlers:
-            return path[:-1]
-        return next((route for route in self._handlers if route.endswith("{}") and path.startswith(route[:-2])), None)
+        exchange.context.route = self._path
+        await self._handler(exchange)
 
 
-def _add_models(routes: Routes, service: GatewayService) -> None:
+def _route(method: str, path: str, handler: Handler) -> Route:
+    return Route(path, _Endpoint(path, handler), methods=[method])
+
+
+def _simple_route(method: str, path: str, handler: SimpleHandler) -> Route:
+    """Of a handler that makes its whole answer at once."""
+
+    async def respond(exchange: Exchange) -> None:
+        await exchange.respond(await handler(exchange.request))
+
+    return _route(method, path, respond)
+
+
+def _models(service: GatewayService) -> list[Route]:
     def card() -> ModelCard:
         info = service.link.info
         return ModelCard(
@@ -95,14 +96,14 @@ def _add_models(routes: Routes, service: GatewayService) -> None:
         return JSONResponse({"object": "list", "data": [card()]})
 
     async def model(request: Request) -> Response:
-        service.check_model(request.path_params["rest"])
+        service.check_model(request.path_params["name"])
         return JSONResponse(card())
 
-    routes.add_simple("GET", "/v1/models", models)
-    routes.add_simple("GET", "/v1/models/{}", model)
+    # The name of a model may hold slashes.
+    return [_simple_route("GET", "/v1/models", models), _simple_route("GET", "/v1/models/{name:path}", model)]
 
 
-def _add_tokens(routes: Routes, service: GatewayService) -> None:
+def _tokens(service: GatewayService) -> list[Route]:
     limits = service.config.limits
 
     async def tokenize(request: Request) -> Response:
@@ -121,11 +122,10 @@ def _add_tokens(routes: Routes, service: GatewayService) -> None:
         service.check_model(body.model)
         return JSONResponse({"prompt": await service.stages.tokenizer.decode(body.tokens)})
 
-    routes.add_simple("POST", "/tokenize", tokenize)
-    routes.add_simple("POST", "/detokenize", detokenize)
+    return [_simple_route("POST", "/tokenize", tokenize), _simple_route("POST", "/detokenize", detokenize)]
 
 
-def _add_operations(routes: Routes, service: GatewayService) -> None:
+def _operations(service: GatewayService) -> list[Route]:
     async def live(_: Request) -> Response:
         """The process answers. Says nothing about the engine."""
         return JSONResponse({"status": "alive"})
@@ -141,6 +141,8 @@ def _add_operations(routes: Routes, service: GatewayService) -> None:
     async def metrics(_: Request) -> Response:
         return PlainTextResponse(await service.metrics_text(), media_type=PROMETHEUS_TEXT)
 
-    routes.add_simple("GET", "/health/live", live)
-    routes.add_simple("GET", "/health/ready", ready)
-    routes.add_simple("GET", "/metrics", metrics)
+    return [
+        _simple_route("GET", "/health/live", live),
+        _simple_route("GET", "/health/ready", ready),
+        _simple_route("GET", "/metrics", metrics),
+    ]
