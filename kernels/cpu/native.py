@@ -24,7 +24,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rms_norm": (_P, _L, _P, _L, _P, _F, _P, _P, _L, _L, _I),
     "head_rms_norm": (_P, _L, _P, _F, _P, _L, _L, _L, _I),
     "rotary": (_P, _L, _L, _P, _L, _L, _P, _P, _L, _L, _I),
-    "rotary_store_kv": (_P, _L, _L, _P, _L, _P, _L, _L, _P, _P, _P, _P, _I, _P, _L, _L, _L, _I),
     "gated": (_P, _L, _I, _P, _L, _L, _I),
     "store_kv": (_P, _L, _P, _L, _P, _P, _I, _P, _L, _L, _L, _L, _I),
     "sample": (_P, _L, _P, _L, _L, _P, _P, _I),
@@ -50,7 +49,6 @@ class Native:
     rms_norm: Callable[..., None]
     head_rms_norm: Callable[..., None]
     rotary: Callable[..., None]
-    rotary_store_kv: Callable[..., None]
     gated: Callable[..., None]
     store_kv: Callable[..., None]
     sample: Callable[..., None]

@@ -19,7 +19,7 @@ from shoal.kernels.cpu.native import Native
 from shoal.kernels.cpu.program import CpuCapturer
 from shoal.kernels.cpu.quantized import PackedQuantizedWeight
 from shoal.kernels.draws import WORDS
-from shoal.kernels.ops import AttentionMetadata, HeadNorms, LinearWeight, Ops
+from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.quantized import QuantizedMatrix
 
@@ -131,14 +131,6 @@ class CpuOps(Ops):
 
     def rotary(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
         tokens, heads, dim = q.shape
-        self._check_rotary(q, k, positions, cos_sin)
-        self._native.rotary(
-            q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), k.shape[1], positions.data_ptr(),
-            cos_sin.data_ptr(), tokens, dim, torch.get_num_threads(),
-        )  # fmt: skip
-
-    def _check_rotary(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        tokens, _, dim = q.shape
         # In place, so a view that cannot be followed is the caller's bug, not a reason to copy.
         assert all(map(_follows_heads, (q, k))), (q.stride(), k.stride())
         assert k.shape[::2] == (tokens, dim), (k.shape, q.shape)
@@ -147,47 +139,24 @@ class CpuOps(Ops):
         assert all(x.is_contiguous() for x in (positions, cos_sin))
         if self._checked:
             checks.check_positions(positions, cos_sin)
+        self._native.rotary(
+            q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), k.shape[1], positions.data_ptr(),
+            cos_sin.data_ptr(), tokens, dim, torch.get_num_threads(),
+        )  # fmt: skip
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
         k, v, page = _as_heads(k), _as_heads(v), pages.format
-        self._check_store(k, v, pages, slot_mapping)
-        self._native.store_kv(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), pages.k.data_ptr(), pages.v.data_ptr(),
-            page.dtype.itemsize, slot_mapping.data_ptr(), k.shape[0], page.num_kv_heads, page.head_dim,
-            page.block_size, torch.get_num_threads(),
-        )  # fmt: skip
-
-    def _check_store(self, k: torch.Tensor, v: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
-        page = pages.format
         assert k.shape == v.shape == (len(k), page.num_kv_heads, page.head_dim), (k.shape, v.shape, page)
         assert (slot_mapping.shape, slot_mapping.dtype) == ((len(k),), torch.int64), slot_mapping
         assert slot_mapping.is_contiguous()
         assert _is_packed(pages), page
         if self._checked:
             checks.check_slots(slot_mapping, pages)
-
-    def rotary_store_kv(
-        self,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        cos_sin: torch.Tensor,
-        pages: KVPages,
-        meta: AttentionMetadata,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
-        q, k, v = qkv
-        if norms is not None:
-            q = self.head_rms_norm(q, norms.q_weight, norms.eps)
-            k = self.head_rms_norm(k, norms.k_weight, norms.eps)
-        v, page = _as_heads(v), pages.format
-        self._check_rotary(q, k, meta.positions, cos_sin)
-        self._check_store(k, v, pages, meta.slot_mapping)
-        tokens, heads, dim = q.shape
-        self._native.rotary_store_kv(
-            q.data_ptr(), q.stride(0), heads, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), k.shape[1],
-            meta.positions.data_ptr(), cos_sin.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(),
-            page.dtype.itemsize, meta.slot_mapping.data_ptr(), tokens, dim, page.block_size, torch.get_num_threads(),
+        self._native.store_kv(
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), pages.k.data_ptr(), pages.v.data_ptr(),
+            page.dtype.itemsize, slot_mapping.data_ptr(), k.shape[0], page.num_kv_heads, page.head_dim,
+            page.block_size, torch.get_num_threads(),
         )  # fmt: skip
-        return q
 
     def paged_attention(
         self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None

@@ -64,17 +64,6 @@ SHOAL_INLINE void gate(const float* x, float* out, i64 n, Activation activation)
     for (i64 j = 0; i < n; i++, j++) out[i] = result[j] * x[n + i];
 }
 
-// Asks for the lines of a slot, to be written: a token's keys lie in as many lines as there are pairs of channels.
-template <class E>
-void fetch_slot(const E* k_pages, const E* v_pages, i64 slot, i64 kv_heads, i64 dim, i64 block_size) {
-    i64 block = slot / block_size, offset = slot % block_size;
-    for (i64 h = 0; h < kv_heads; h++) {
-        i64 head = (block * kv_heads + h) * block_size * dim;
-        for (i64 d = 0; d < dim; d += 2) __builtin_prefetch(k_pages + head + offset * 2 + d * block_size, 1);
-        for (i64 d = 0; d < dim; d += 64 / sizeof(E)) __builtin_prefetch(v_pages + head + offset * dim + d, 1);
-    }
-}
-
 SHOAL_INLINE void narrow(float x, float& to) { to = x; }
 SHOAL_INLINE void narrow(float x, std::uint16_t& to) { to = to_bf16(x); }
 
@@ -133,24 +122,6 @@ void shoal_rotary(float* q, i64 q_stride, i64 heads, float* k, i64 k_stride, i64
     });
 }
 
-// shoal_rotary, then shoal_store_kv: while a token is rotated, the lines that it will be stored to are on their way.
-void shoal_rotary_store_kv(float* q, i64 q_stride, i64 heads, float* k, i64 k_stride, const float* v, i64 v_stride,
-                           i64 kv_heads, const i64* positions, const float* cos_sin, void* k_pages, void* v_pages,
-                           int bytes, const i64* slots, i64 tokens, i64 dim, i64 block_size, int threads) {
-    auto run = [&](auto* k_to, auto* v_to) {
-        for_rows(tokens, (heads + 3 * kv_heads) * dim, threads, [&](i64 t) {
-            if (slots[t] >= 0) fetch_slot(k_to, v_to, slots[t], kv_heads, dim, block_size);
-            const float* cos = cos_sin + positions[t] * dim;
-            for (i64 h = 0; h < heads; h++) rotate(q + t * q_stride + h * dim, cos, cos + dim / 2, dim / 2);
-            for (i64 h = 0; h < kv_heads; h++) rotate(k + t * k_stride + h * dim, cos, cos + dim / 2, dim / 2);
-            if (slots[t] >= 0)
-                store_token(k + t * k_stride, v + t * v_stride, k_to, v_to, slots[t], kv_heads, dim, block_size);
-        });
-    };
-    if (bytes == 2) run((std::uint16_t*)k_pages, (std::uint16_t*)v_pages);
-    else run((float*)k_pages, (float*)v_pages);
-}
-
 // x [rows, 2 n], rows x_stride floats apart -> out [rows, n], contiguous.
 void shoal_gated(const float* x, i64 x_stride, int gelu, float* out, i64 rows, i64 n, int threads) {
     for_rows(rows, 2 * n, threads, [&](i64 row) {
@@ -177,6 +148,5 @@ void shoal_store_kv(const float* k, i64 k_stride, const float* v, i64 v_stride, 
 SHOAL_REPLAYABLE(rms_norm)
 SHOAL_REPLAYABLE(head_rms_norm)
 SHOAL_REPLAYABLE(rotary)
-SHOAL_REPLAYABLE(rotary_store_kv)
 SHOAL_REPLAYABLE(gated)
 SHOAL_REPLAYABLE(store_kv)

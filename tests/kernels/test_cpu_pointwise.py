@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
-from shoal.kernels.ops import HeadNorms, Ops
 from shoal.kernels.page_format import PageFormat
 
 ROWS = [0, 1, 3, 70]
@@ -91,24 +88,6 @@ def test_store_writes_its_slots_and_no_other(cpu_ops, reference, dtype, block_si
         ops.store_kv(k, v, pages, slots)
         stored.append(pages.canonical(torch.arange(8)))
     for got, expected in zip(*stored, strict=True):
-        torch.testing.assert_close(got, expected, atol=0, rtol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3, 50])
-def test_rotary_and_store_as_one_give_the_bits_of_the_two(native_ops, random_batch, dtype, rows, norms) -> None:
-    batch = random_batch.random((rows,), dtype=dtype)
-    _, meta = batch.whole()
-    meta.slot_mapping[rows // 2] = -1
-    angles = torch.rand(rows, 32) * 6
-    cos_sin, fused = torch.cat([angles.cos(), angles.sin()], -1), torch.randn(rows, 8, 64)
-    head_norms = HeadNorms(torch.randn(64), torch.randn(64), 1e-6) if norms else None
-    results = []
-    for rotary_store_kv in (native_ops.rotary_store_kv, partial(Ops.rotary_store_kv, native_ops)):
-        qkv, pages = fused.clone().split([4, 2, 2], dim=1), batch.pages(native_ops)
-        results.append((rotary_store_kv(qkv, cos_sin, pages, meta, head_norms), pages.k, pages.v))
-    for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, atol=0, rtol=0, equal_nan=True)
 
 
