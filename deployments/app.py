@@ -163,11 +163,16 @@ def build_graph(args: AppConfig, listen: Address | None = None) -> serve.Applica
         "max_ongoing_requests": args.gateway.max_ongoing_requests,
         "graceful_shutdown_timeout_s": args.gateway.drain_s + GRACE_S,
     }
-    if args.wiring.mode == "colocated":
-        options = {**_engine_options(args), **gateway_options, "ray_actor_options": {"num_cpus": 1}}
-        return serve.deployment(GatewayReplica, **options).bind(args, listen)
     # Stage calls are short; how many wait is bounded by the stages themselves, with errors that a client can read.
     small = {"max_ongoing_requests": args.gateway.max_ongoing_requests, "ray_actor_options": {"num_cpus": 0.25}}
+    if listen is not None:
+        # Serve waits so long for requests that its routers may have under way to a replica that is to end (2 s
+        # otherwise); here they do not come that way.
+        for options in (shard_options, gateway_options, small):
+            options["graceful_shutdown_wait_loop_s"] = 0.1
+    if args.wiring.mode == "colocated":
+        both = {**shard_options, **gateway_options, "ray_actor_options": {"num_cpus": 1}}
+        return serve.deployment(GatewayReplica, **both).bind(args, listen)
     return serve.deployment(GatewayReplica, **gateway_options, ray_actor_options={"num_cpus": 0.5}).bind(
         args,
         listen,

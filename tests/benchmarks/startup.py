@@ -28,7 +28,7 @@ from shoal.deployments.bench.memory import tree_memory
 from shoal.deployments.bench.processes import process_name, process_tree, processor_seconds
 from shoal.deployments.local_cluster import free_port
 
-SHOAL = [sys.executable, "-c", "import sys; from shoal.deployments.cli.main import main; sys.exit(main())"]
+SHOAL = [sys.executable, "-m", "shoal.deployments.cli.main"]
 SAMPLE_S = 0.02
 TIMEOUT_S = 300.0
 
@@ -67,7 +67,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             said = re.sub(r"^\[ *[\d.]+ s\] ", "", line.strip())
-            if said and not said.startswith("still "):
+            if said and not said.startswith("still ") and not self._done.is_set():
                 self.start.events.setdefault(said, self.now)
 
     def _watch(self) -> None:
@@ -97,7 +97,6 @@ class Server:
         self._done.set()
         self._threads[1].join()
         for pid, name in unique_names(list(self._births)).items():
-            name = "shoal serve" if pid == self.process.pid else name
             self.start.births[name] = self._births[pid]
             self.start.cpu[name] = processor_seconds(pid, children=pid == self.process.pid)
 
@@ -129,11 +128,11 @@ def _answers(url: str) -> bool:
 
 
 def unique_names(pids: list[int]) -> dict[int, str]:
-    """The living ones; two of one name are numbered."""
+    """Of the living ones, without what a Ray process is doing just now; two of one name are numbered."""
     names: dict[int, str] = {}
     for pid in pids:
-        name = re.sub(r"#\w+$", "", process_name(pid).split(".")[0]) or None
-        if name is not None:
+        if name := process_name(pid):
+            name = name.split(".")[0] if name.startswith("ray::") else name
             again = sum(other.split(" (")[0] == name for other in names.values())
             names[pid] = f"{name} ({again + 1})" if again else name
     return names
