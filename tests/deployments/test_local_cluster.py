@@ -1,11 +1,16 @@
-"""What Serve says about a replica that could not be made, as a user should read it."""
+"""Starts that fail: what is left of them (nothing), and what Serve says about a replica that could not be made."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.deployments.local_cluster import deployment_error, last_error
+import pytest
+
+from shoal.configs.errors import ConfigError
+from shoal.deployments import local_cluster
+from shoal.deployments.local_cluster import ClusterOptions, LocalCluster, deployment_error, descendants, last_error
 
 TRACEBACK = """\
 Retrying 2 more time(s). Error:
@@ -43,3 +48,27 @@ def test_other_errors_are_told_when_serve_gives_up() -> None:
     assert failed == "Gateway could not be started: out of pages"
     assert deployment_error(application("DEPLOY_FAILED", "HEALTHY", "")) == "deploying"
     assert deployment_error(application("RUNNING", "HEALTHY", "")) is None
+
+
+@pytest.mark.serve
+def test_a_start_that_fails_is_tried_twice_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def fail() -> None:
+        tries.append(len(list(descendants(os.getpid()))))
+        raise ImportError("half an installation")
+
+    monkeypatch.setattr(local_cluster, "_import_serve", fail)
+    before = {pid for pid, _ in descendants(os.getpid())}
+    cluster = LocalCluster(ClusterOptions())
+    try:
+        cluster.prepare()
+        directory = cluster.token_path.parent
+        with pytest.raises(ConfigError, match="Ray could not be started: half an installation"):
+            cluster.start()
+    finally:
+        cluster.stop()
+    assert len(tries) == 2
+    assert min(tries) >= 2, "GCS and raylet ran"
+    assert {pid for pid, _ in descendants(os.getpid())} <= before
+    assert not directory.exists()
