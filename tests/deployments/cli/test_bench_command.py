@@ -26,8 +26,13 @@ def test_the_default_is_one_user_and_a_small_batch() -> None:
 
 
 def test_presets_run_in_the_order_given_and_can_be_scaled() -> None:
-    planned = workloads("--workload", "w3,W1", "--scale", "0.25")
-    assert [(workload.name, workload.requests) for workload in planned] == [("W3", 16), ("W1", 1)]
+    planned = workloads("--workload", "w3,W1", "--scale", "0.75")
+    assert [(workload.name, workload.requests) for workload in planned] == [("W3", 48), ("W1", 2)]
+
+
+def test_no_scale_leaves_a_stream_without_a_request() -> None:
+    (workload,) = workloads("--workload", "W3", "--scale", "0.25")
+    assert workload.requests == workload.concurrency == 32
 
 
 def test_options_alone_make_a_workload() -> None:
@@ -36,8 +41,9 @@ def test_options_alone_make_a_workload() -> None:
 
 
 def test_options_change_a_preset() -> None:
-    (workload,) = workloads("--workload", "W4", "--shared-prefix-tokens", "2048")
-    assert (workload.name, workload.shared_prefix_tokens, workload.input_tokens) == ("W4", 2048, 64)
+    planned = workloads("--workload", "W4", "--shared-prefix-tokens", "2048")
+    shapes = [(workload.name, workload.shared_prefix_tokens, workload.input_tokens) for workload in planned]
+    assert shapes == [("W4", 2048, 64), ("W4@1", 2048, 64)]
 
 
 def test_several_rates_are_several_open_loops() -> None:
