@@ -139,10 +139,13 @@ struct Attention {
     }
 
     void few_rows(const Tile& t, const Workspace& w, const Block<E>& b, const Running& run, float* acc) const {
-        with_constant<direct::MOST_ROWS<E>>(rows(t), [&](auto n) {
-            direct::score<n>(w.queries, s.dim, b, w.scores);
-            softmax<n>(run, 0, b.base, b.begin, b.end, w.scores);
-            direct::accumulate<n>(w.scores, b, s.dim, width(), w.shrink, acc);
+        constexpr int MOST = direct::ROWS_AT_ONCE<E>;
+        by_rows(rows(t), MOST, [&](i64 row, i64 size) {
+            with_constant<MOST>(size, [&](auto n) {
+                direct::score<n>(w.queries + row * s.dim, s.dim, b, w.scores);
+                softmax<n>(run, row, b.base, b.begin, b.end, w.scores);
+                direct::accumulate<n>(w.scores, b, s.dim, width(), w.shrink + row, acc + row * width());
+            });
         });
     }
 
@@ -150,7 +153,7 @@ struct Attention {
         const widened::Panels panels(w.panels, s.dim, width());
         widened::keys(b, panels);
         widened::values(b, panels);
-        by_rows(rows(t), [&](i64 row, i64 size) {
+        by_rows(rows(t), ROW_BLOCK, [&](i64 row, i64 size) {
             const i64 end = std::min<i64>(b.end, w.position[row + size - 1] + 1 - b.base);
             const i64 hidden = s.window ? w.position[row] + 1 - s.window - b.base : 0;
             const i64 begin = std::max(b.begin, hidden);
@@ -170,7 +173,7 @@ struct Attention {
         std::fill(w.totals, w.totals + rows(t) * VL, 0.0f);
         for (i64 base = from / KEYS * KEYS; base < to; base += KEYS) {
             const Block<E> b = block(t, next, base, from, to);
-            if (rows(t) <= direct::MOST_ROWS<E>) few_rows(t, w, b, run, p.acc);
+            if (rows(t) <= direct::MOST_TIMES * direct::ROWS_AT_ONCE<E>) few_rows(t, w, b, run, p.acc);
             else many_rows(t, w, b, run, p.acc);
         }
         for (i64 r = 0; r < rows(t); r++) p.total[r] = sum(load(w.totals + r * VL));

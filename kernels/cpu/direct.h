@@ -1,4 +1,4 @@
-// Few rows against a block of keys, all of them one tile of registers: keys and values are widened where they lie, and
+// Few rows against a block of keys: keys and values are widened where they lie, anew for every tile of registers, and
 // meanwhile what comes next is fetched from memory.
 #pragma once
 
@@ -9,9 +9,10 @@ namespace {
 
 namespace direct {
 
-// Rows that are one tile of registers. Taking pairs of fp32 apart needs some for itself.
+// Rows of a tile of registers. Taking pairs of fp32 apart needs some for itself.
 template <class E>
-constexpr int MOST_ROWS = sizeof(E) == 2 ? ROW_BLOCK : ROW_BLOCK * 2 / 3;
+constexpr int ROWS_AT_ONCE = sizeof(E) == 2 ? ROW_BLOCK : ROW_BLOCK * 2 / 3;
+constexpr int MOST_TIMES = 5;  // with more of them, widening a block once costs less
 
 constexpr int GROUPS = GRANULE / VL;  // vectors of keys of a granule
 

@@ -36,10 +36,10 @@ SHOAL_INLINE void with_constant(i64 n, const Fn& fn) {
     if constexpr (N < MOST) with_constant<MOST, N + 1>(n, fn);
 }
 
-// Calls fn(row, n) for blocks of n <= ROW_BLOCK rows, as even as possible: 7 rows are 4 + 3, not 6 + 1.
+// Calls fn(row, n) for blocks of n <= most rows, as even as possible: 7 rows are 4 + 3, not 6 + 1.
 template <class Fn>
-SHOAL_INLINE void by_rows(i64 rows, const Fn& fn) {
-    i64 blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, row = 0;
+SHOAL_INLINE void by_rows(i64 rows, i64 most, const Fn& fn) {
+    i64 blocks = (rows + most - 1) / most, row = 0;
     for (i64 i = 0; i < blocks; i++) {
         i64 n = rows / blocks + (i < rows % blocks);
         fn(row, n);
