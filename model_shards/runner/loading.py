@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,6 +33,19 @@ def check_mesh(config: ModelConfig, tp_size: int, pp_size: int) -> None:
     split_evenly("intermediate_size", config.intermediate_size, tp_size, 0)
 
 
+@contextmanager
+def _one_torch_thread() -> Iterator[int]:
+    """Thousands of small operations, each with a barrier of torch's threads behind it, take twice the CPU time that one
+    thread needs, and ten times as long beside other work. Yields how many threads the work may be shared out to
+    instead, in pieces of a size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _return_free_memory() -> None:
     """Loading leaves holes between the weights, some 20 % of their size, which the C library would keep for itself."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
@@ -44,9 +59,14 @@ def load_stage(settings: RunnerSettings, context: ParallelContext, device: torch
     Raises ModelLoadError for tensors that are missing, misshapen or belong to no layer, ConfigError for a mesh that
     does not divide the model.
     """
+    with _one_torch_thread() as threads:
+        return _load_stage(settings, context, device, threads)
+
+
+def _load_stage(settings: RunnerSettings, context: ParallelContext, device: torch.device, threads: int) -> Decoder:
     began = time.monotonic()
     position = context.position
-    checkpoint = open_checkpoint(settings.model)
+    checkpoint = open_checkpoint(settings.model, threads)
     config = checkpoint.config
     check_mesh(config, position.tp_size, position.pp_size)
     stages = cut_stages(config, position.pp_size)

@@ -23,8 +23,10 @@ class GGUFCheckpoint(Checkpoint):
     - "gemma3": norm weights hold w + 1; the one is taken off.
     """
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: GGUFFile, threads: int = 1) -> None:
+        """`threads` decode a matrix."""
         self.path = file.path
+        self._threads = threads
         self.config = parse_gguf_config(file)
         self._file = file
         self._interleaved_rotary = file.metadata["general.architecture"] == "llama"
@@ -70,7 +72,7 @@ class GGUFCheckpoint(Checkpoint):
         num_rows, num_cols = sliced_shape(tensor.shape, rows, cols)
         blocks, offset = self._blocks(name, tensor, rows, cols)
         values = torch.empty((num_rows, blocks.shape[1] * tensor.block_elements), dtype=dtype)
-        dequantize(blocks, tensor.type_id, values)
+        dequantize(blocks, tensor.type_id, values, self._threads)
         if values.shape[1] == num_cols:
             return values
         return values[:, offset : offset + num_cols].clone(memory_format=torch.contiguous_format)

@@ -27,10 +27,9 @@ Decoder = Callable[[torch.Tensor, torch.Tensor], None]
 """(blocks uint8 [n, block_bytes], out float32 [n, block_elements]) -> None; writes every element of `out`."""
 
 
-def dequantize(blocks: npt.NDArray[np.uint8], type_id: int, out: torch.Tensor) -> None:
+def dequantize(blocks: npt.NDArray[np.uint8], type_id: int, out: torch.Tensor, threads: int = 1) -> None:
     """Decodes `blocks` (uint8 [..., block_bytes]) into `out` (any float dtype, contiguous, as many elements as the
-    blocks hold), on as many threads as torch computes with. Raises ModelLoadError for a type that nothing here can
-    decode."""
+    blocks hold). Raises ModelLoadError for a type that nothing here can decode."""
     kind = GGML_TYPES[type_id]
     raw = blocks.reshape(-1, kind.block_bytes)
     target = out.view(-1, kind.block_elements)
@@ -43,7 +42,7 @@ def dequantize(blocks: npt.NDArray[np.uint8], type_id: int, out: torch.Tensor) -
             chunk = slice(start, start + blocks_per_chunk)
             _decode_chunk(raw[chunk], kind.name, type_id, target[chunk])
 
-    threads = min(torch.get_num_threads(), len(starts))
+    threads = min(threads, len(starts))
     if threads < 2:
         decode_chunks(starts)
         return

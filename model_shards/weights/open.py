@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from shoal.model_shards.weights.checkpoint import Checkpoint
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Maps the files and reads headers and config; no weights are read yet. Raises ModelLoadError."""
+def open_checkpoint(source: ModelSource, threads: int = 1) -> Checkpoint:
+    """Maps the files and reads headers and config; no weights are read yet. Later, `threads` work on one tensor. Raises
+    ModelLoadError."""
     if source.kind == "gguf":
         from shoal.model_shards.weights.gguf import open_gguf
         from shoal.model_shards.weights.gguf_checkpoint import GGUFCheckpoint
 
-        return GGUFCheckpoint(open_gguf(source.path))
+        return GGUFCheckpoint(open_gguf(source.path), threads)
     from shoal.model_shards.weights.safetensors_dir import SafetensorsCheckpoint
 
     return SafetensorsCheckpoint(source.path)

@@ -186,8 +186,8 @@ def test_every_tensor_is_accounted_for(
     path, _ = tiny_gguf("llama", matrices=Quant.Q8_0)
     start = GGUFCheckpoint.__init__
 
-    def damaged(self: Any, file: Any) -> None:
-        start(self, file)
+    def damaged(self: Any, file: Any, threads: int) -> None:
+        start(self, file, threads)
         del self._tensors["model.layers.0.mlp.up_proj.weight"]
         self._tensors["model.layers.9.extra.weight"] = self._tensors["lm_head.weight"]
         self._tensors["model.layers.1.mlp.down_proj.weight"] = self._tensors["lm_head.weight"]

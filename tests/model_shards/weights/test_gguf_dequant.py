@@ -80,3 +80,18 @@ def test_gaussian_weights_come_back_within_the_format_s_error(name: str, error: 
 def test_a_type_that_nothing_decodes_is_named() -> None:
     with pytest.raises(ModelLoadError, match="Q8_K"):
         _decode("Q8_K", np.zeros((2, gguf.GGML_QUANT_SIZES[Quant.Q8_K][1]), np.uint8))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 64])
+def test_threads_change_nothing(threads: int) -> None:
+    raw = _random_blocks("Q4_1", 5 * CHUNK_ELEMENTS // 32 + 7)
+    one, many = (torch.empty(len(raw) * 32, dtype=torch.bfloat16) for _ in range(2))
+    dequantize(raw, int(Quant.Q4_1), one)
+    dequantize(raw, int(Quant.Q4_1), many, threads)
+    assert torch.equal(one, many)
+
+
+def test_what_goes_wrong_on_a_thread_is_raised() -> None:
+    raw = np.zeros((5 * CHUNK_ELEMENTS, 1), dtype=np.uint8)
+    with pytest.raises(ModelLoadError, match="I8"):
+        dequantize(raw, int(Quant.I8), torch.empty(len(raw)), threads=2)
