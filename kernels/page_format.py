@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from shoal.configs.errors import ConfigError
+from shoal.kernels.huge_pages import lazy_zeros
 
 Layout = Literal["canonical", "cpu_packed"]
 
@@ -54,9 +55,12 @@ class PageFormat:
         return (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVPages:
-        """Zeroed pages, so that padded reads of the null block are finite."""
-        k = torch.zeros(self.k_shape(num_blocks), dtype=self.dtype, device=device)
-        v = torch.zeros(self.v_shape(num_blocks), dtype=self.dtype, device=device)
+        """Zeroed pages, so that padded reads of the null block are finite. The host's take memory as they fill."""
+        shapes = self.k_shape(num_blocks), self.v_shape(num_blocks)
+        if device.type == "cpu":
+            k, v = (lazy_zeros(shape, self.dtype) for shape in shapes)
+        else:
+            k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for shape in shapes)
         return KVPages(self, k, v)
 
 

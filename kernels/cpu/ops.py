@@ -19,6 +19,7 @@ from shoal.kernels.cpu.native import Native
 from shoal.kernels.cpu.program import CpuCapturer
 from shoal.kernels.cpu.quantized import PackedQuantizedWeight
 from shoal.kernels.draws import WORDS
+from shoal.kernels.huge_pages import Arena
 from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.quantized import QuantizedMatrix
@@ -30,7 +31,7 @@ _STORED = (torch.float32, torch.bfloat16)
 class PackedWeight(LinearWeight):
     """A weight in panels of `panel_outputs` rows, [panels, in_features, panel_outputs]; its last panel is padded."""
 
-    def __init__(self, native: Native, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, native: Native, arena: Arena, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         if weight.dim() != 2 or weight.dtype not in _STORED:
             raise ValueError(
                 f"a linear weight is a float32 or bfloat16 matrix, not {weight.dtype} {tuple(weight.shape)}"
@@ -39,7 +40,7 @@ class PackedWeight(LinearWeight):
         self._native = native
         width = native.panel_outputs
         padded = -(-self.out_features // width) * width
-        self.packed = torch.empty((padded // width, self.in_features, width), dtype=weight.dtype)
+        self.packed = arena.empty((padded // width, self.in_features, width), weight.dtype)
         weight = weight.contiguous()
         self.address, self.itemsize = self.packed.data_ptr(), weight.itemsize
         native.pack_weight(weight.data_ptr(), self.itemsize, *weight.shape, self.address, torch.get_num_threads())
@@ -76,13 +77,14 @@ class CpuOps(Ops):
 
     def __init__(self, native: Native) -> None:
         self._native = native
+        self._arena = Arena()
         self._checked = os.environ.get("SHOAL_KERNEL_CHECKS") == "1"
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-        return PackedWeight(self._native, weight, bias)
+        return PackedWeight(self._native, self._arena, weight, bias)
 
     def prepare_quantized(self, parts: Sequence[QuantizedMatrix], bias: torch.Tensor | None = None) -> LinearWeight:
-        return PackedQuantizedWeight(self._native, parts, bias)
+        return PackedQuantizedWeight(self._native, self._arena, parts, bias)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert x.shape[-1] == weight.in_features, (x.shape, weight.in_features)

@@ -9,6 +9,7 @@ import torch
 
 from shoal.kernels.cpu import checks
 from shoal.kernels.cpu.native import Native
+from shoal.kernels.huge_pages import Arena
 from shoal.kernels.ops import LinearWeight
 from shoal.kernels.quantized import GROUP, PANEL, QuantFormat, QuantizedMatrix, stack
 
@@ -26,8 +27,10 @@ class Segment:
     """float32, padded to whole panels."""
 
     @classmethod
-    def pack(cls, native: Native, part: QuantizedMatrix, first: int, bias: torch.Tensor | None) -> Segment:
-        packed = torch.empty(part.format.packed_bytes(*part.shape), dtype=torch.uint8)
+    def pack(
+        cls, native: Native, arena: Arena, part: QuantizedMatrix, first: int, bias: torch.Tensor | None
+    ) -> Segment:
+        packed = arena.empty((part.format.packed_bytes(*part.shape),), torch.uint8)
         quants, scales = part.quants.contiguous(), part.scales.contiguous()
         minima = None if part.minima is None else part.minima.contiguous()
         native.pack_quantized(
@@ -44,7 +47,9 @@ class Segment:
 class PackedQuantizedWeight(LinearWeight):
     """Parts that share their input, stacked along the output features; usually one segment."""
 
-    def __init__(self, native: Native, parts: Sequence[QuantizedMatrix], bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, native: Native, arena: Arena, parts: Sequence[QuantizedMatrix], bias: torch.Tensor | None
+    ) -> None:
         self.in_features = parts[0].in_features
         self.out_features = sum(part.out_features for part in parts)
         if any(part.in_features != self.in_features for part in parts):
@@ -55,7 +60,7 @@ class PackedQuantizedWeight(LinearWeight):
         self.segments: list[Segment] = []
         first = 0
         for part in stack(list(parts)):
-            self.segments.append(Segment.pack(native, part, first, bias))
+            self.segments.append(Segment.pack(native, arena, part, first, bias))
             first += part.out_features
         # The tensors live as long as this object; their addresses are asked for once, not in every step.
         self._calls = [
