@@ -14,7 +14,7 @@ import torch
 
 from shoal.configs.errors import ConfigError, ModelLoadError
 from shoal.kernels.cpu.quantized import PackedQuantizedWeight
-from shoal.kernels.ops import LinearWeight
+from shoal.kernels.ops import HeadNorms, LinearWeight
 from shoal.kernels.registry import select_ops
 from shoal.model_shards.executor.multiprocess import MultiprocessExecutor
 from shoal.model_shards.parallel.context import MeshPosition, ParallelContext
@@ -47,6 +47,8 @@ def linear_weights(value: Any, found: dict[int, Any]) -> dict[int, Any]:
     elif isinstance(value, list):
         for item in value:
             linear_weights(item, found)
+    elif isinstance(value, HeadNorms):
+        linear_weights([value.q_weight, value.k_weight], found)
     elif type(value).__module__.startswith(("shoal.model_shards.models", "shoal.model_shards.parallel")):
         for name, item in getattr(value, "__dict__", {}).items():
             if name != "cos_sin":
