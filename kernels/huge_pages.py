@@ -17,13 +17,14 @@ _CHUNK = 32 * HUGE_PAGE
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the host, aligned to a huge page. The system provides memory when it is first written, not before."""
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge_pages: bool) -> torch.Tensor:
+    """Zeros on the host, aligned to a huge page. The system provides memory when it is first written, not before: a page
+    at a time, so whoever writes first to a huge page waits for 2 MiB of zeros."""
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
@@ -41,7 +42,7 @@ class Arena:
         """Like torch.empty, on the host; the data is aligned to 64 bytes."""
         size = math.prod(shape) * dtype.itemsize
         if self._used + size > len(self._chunk):
-            self._chunk, self._used = lazy_zeros((max(_CHUNK, size),), torch.uint8), 0
+            self._chunk, self._used = lazy_zeros((max(_CHUNK, size),), torch.uint8, huge_pages=True), 0
         memory = self._chunk[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return memory.view(dtype).view(shape)

@@ -55,10 +55,11 @@ class PageFormat:
         return (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVPages:
-        """Zeroed pages, so that padded reads of the null block are finite. The host's take memory as they fill."""
+        """Zeroed pages, so that padded reads of the null block are finite. The host's take memory as they fill:
+        in small pages, since a step should not wait for the zeros of huge ones."""
         shapes = self.k_shape(num_blocks), self.v_shape(num_blocks)
         if device.type == "cpu":
-            k, v = (lazy_zeros(shape, self.dtype) for shape in shapes)
+            k, v = (lazy_zeros(shape, self.dtype, huge_pages=False) for shape in shapes)
         else:
             k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for shape in shapes)
         return KVPages(self, k, v)

@@ -31,7 +31,9 @@ _STORED = (torch.float32, torch.bfloat16)
 class PackedWeight(LinearWeight):
     """A weight in panels of `panel_outputs` rows, [panels, in_features, panel_outputs]; its last panel is padded."""
 
-    def __init__(self, native: Native, arena: Arena, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, native: Native, arena: Arena, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
+    ) -> None:
         if weight.dim() != 2 or weight.dtype not in _STORED:
             raise ValueError(
                 f"a linear weight is a float32 or bfloat16 matrix, not {weight.dtype} {tuple(weight.shape)}"
@@ -43,7 +45,7 @@ class PackedWeight(LinearWeight):
         self.packed = arena.empty((padded // width, self.in_features, width), weight.dtype)
         weight = weight.contiguous()
         self.address, self.itemsize = self.packed.data_ptr(), weight.itemsize
-        native.pack_weight(weight.data_ptr(), self.itemsize, *weight.shape, self.address, torch.get_num_threads())
+        native.pack_weight(weight.data_ptr(), self.itemsize, *weight.shape, self.address, threads)
         self.bias: torch.Tensor | None = None
         if bias is not None:
             if bias.shape != (self.out_features,):
@@ -78,10 +80,11 @@ class CpuOps(Ops):
     def __init__(self, native: Native) -> None:
         self._native = native
         self._arena = Arena()
+        self._packing_threads = torch.get_num_threads()  # as they are now: loading takes torch's own down to one
         self._checked = os.environ.get("SHOAL_KERNEL_CHECKS") == "1"
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-        return PackedWeight(self._native, self._arena, weight, bias)
+        return PackedWeight(self._native, self._arena, weight, bias, self._packing_threads)
 
     def prepare_quantized(self, parts: Sequence[QuantizedMatrix], bias: torch.Tensor | None = None) -> LinearWeight:
         return PackedQuantizedWeight(self._native, self._arena, parts, bias)

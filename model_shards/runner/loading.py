@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shoal.kernels.ops import Ops
 from shoal.kernels.registry import select_ops
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.decoder import Decoder, checkpoint_names
@@ -59,11 +60,14 @@ def load_stage(settings: RunnerSettings, context: ParallelContext, device: torch
     Raises ModelLoadError for tensors that are missing, misshapen or belong to no layer, ConfigError for a mesh that
     does not divide the model.
     """
+    ops = select_ops(device, settings.dtype, backend=settings.backend)  # packs with the threads there are now
     with _one_torch_thread() as threads:
-        return _load_stage(settings, context, device, threads)
+        return _load_stage(settings, context, ops, device, threads)
 
 
-def _load_stage(settings: RunnerSettings, context: ParallelContext, device: torch.device, threads: int) -> Decoder:
+def _load_stage(
+    settings: RunnerSettings, context: ParallelContext, ops: Ops, device: torch.device, threads: int
+) -> Decoder:
     began = time.monotonic()
     position = context.position
     checkpoint = open_checkpoint(settings.model, threads)
@@ -71,7 +75,6 @@ def _load_stage(settings: RunnerSettings, context: ParallelContext, device: torc
     check_mesh(config, position.tp_size, position.pp_size)
     stages = cut_stages(config, position.pp_size)
     stage = stages[position.pp_rank]
-    ops = select_ops(device, settings.dtype, backend=settings.backend)
     reader = CheckpointReader(checkpoint)
     scheme = make_scheme(settings.weights, settings.dtype, checkpoint)
     load = WeightLoader(reader, ops, context, scheme, device)

@@ -20,9 +20,10 @@ def resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * 4096
 
 
-def test_zeros_take_memory_only_when_they_are_written() -> None:
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_zeros_take_memory_only_when_they_are_written(huge_pages: bool) -> None:
     before = resident_bytes()
-    zeros = lazy_zeros((256, MB), torch.uint8)
+    zeros = lazy_zeros((256, MB), torch.uint8, huge_pages=huge_pages)
     assert resident_bytes() - before < 16 * MB
     zeros[:32] = 1
     assert 32 * MB <= resident_bytes() - before < 64 * MB
@@ -30,7 +31,7 @@ def test_zeros_take_memory_only_when_they_are_written() -> None:
 
 
 def test_zeros_start_at_a_huge_page_and_go_with_their_tensor() -> None:
-    zeros = lazy_zeros((64, MB // 2), torch.bfloat16)
+    zeros = lazy_zeros((64, MB // 2), torch.bfloat16, huge_pages=True)
     assert zeros.data_ptr() % HUGE_PAGE == 0
     part = zeros[1:2]
     part.fill_(3)
@@ -45,7 +46,7 @@ def test_zeros_start_at_a_huge_page_and_go_with_their_tensor() -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (1,), (3, 5, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    for made in (lazy_zeros(shape, dtype), Arena().empty(shape, dtype)):
+    for made in (lazy_zeros(shape, dtype, huge_pages=False), Arena().empty(shape, dtype)):
         assert (made.shape, made.dtype) == (shape, dtype)
         assert made.is_contiguous()
 
