@@ -18,8 +18,8 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge_pages: bool) -> torch.Tensor:
-    """Zeros on the host, aligned to a huge page. The system provides memory when it is first written, not before: a page
-    at a time, so whoever writes first to a huge page waits for 2 MiB of zeros."""
+    """Zeros on the host, aligned to a huge page. The system provides memory when it is first written, a page at a time,
+    so whoever writes first to a huge page waits for 2 MiB of zeros."""
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
