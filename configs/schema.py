@@ -57,7 +57,8 @@ class EngineConfig(BaseModel):
     """Token budget of one step; at least max_num_seqs. None: 256 on a CPU, 8192 on a GPU."""
     target_itl_ms: float | None = Field(default=None, ge=0)
     """Milliseconds between two tokens of a running sequence: pieces of prompts that join it in a step are cut so that
-    the step takes no longer, as far as measured steps tell. 0: not cut. None: 80 on a CPU, 0 on a GPU."""
+    the step takes no longer, as far as measured steps tell. But pieces get at least as much of a step as its decodes
+    take. 0: not cut. None: 80 on a CPU, 0 on a GPU."""
     prefill_chunk_size: int | None = Field(default=None, ge=1)
     """Most prompt tokens of one sequence in a step. None: the whole budget."""
     max_partial_prefills: int = Field(default=4, ge=1)

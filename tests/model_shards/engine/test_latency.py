@@ -81,7 +81,8 @@ def test_long_prompts_progress_whatever_the_short_ones_and_the_decodes_do(sim: M
     simulation.run(until=400.0)
     assert all(len(client.times) == 2 for client in long)
     pieces = [chunk for plan in simulation.plans for chunk in plan.chunks if chunk.seq_id == 20]
-    assert all(chunk.num_tokens >= min(SMALLEST_PIECE, 600 - chunk.start) for chunk in pieces)
+    # One that comes after somebody else's in a step may be smaller: it fills the step up.
+    assert sum(chunk.num_tokens for chunk in pieces) >= SMALLEST_PIECE * len(pieces)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,17 @@ def test_a_piece_is_the_largest_that_fits(seed: int) -> None:
     token_s, position_s = rng.choice([0.0, rng.uniform(1e-4, 1e-2)]), rng.choice([1e-9, rng.uniform(1e-8, 1e-5)])
     start, time = rng.choice([0, rng.randrange(8000)]), rng.uniform(0.05, 1.0)
     granted = TimeAllowance(time, token_s, position_s).grant(1 << 30, start)
-    assert granted % 4 == 0
+    assert granted % 8 == 0
     if granted > SMALLEST_PIECE:
         assert cost(granted, start, token_s, position_s) <= time * (1 + 1e-9)
-    assert cost(granted + 4, start, token_s, position_s) > time
+    assert cost(granted + 8, start, token_s, position_s) > time
+
+
+def test_a_cut_piece_fills_the_step_to_a_multiple_of_eight_rows() -> None:
+    for rows in range(20):
+        granted = TimeAllowance(0.4, 0.01, 0.0, rows).grant(100, 0)
+        assert (rows + granted) % 8 == 0
+        assert 32 < granted <= 40
 
 
 def test_what_fits_whole_is_not_cut() -> None:
@@ -53,6 +60,20 @@ def test_time_is_bounded_only_where_somebody_decodes() -> None:
     pacer = StepPacer(0.08)
     assert pacer.allowance(StepShape()) is None
     assert pacer.allowance(StepShape(decodes=1, decode_context=10)) is not None
+
+
+def test_prompts_get_at_least_as_much_time_as_the_decodes() -> None:
+    pacer = StepPacer(0.08)
+    full = StepShape(decodes=32, decode_context=6400)
+    for _ in range(200):
+        pacer.observe(StepShape(decodes=8, decode_context=1600), 0.02)
+        pacer.observe(full, 0.07)
+        pacer.observe(StepShape(decodes=8, decode_context=1600, prompt_tokens=40, prompt_context=820), 0.08)
+    few, many = pacer.allowance(StepShape(decodes=8, decode_context=1600)), pacer.allowance(full)
+    assert few is not None
+    assert many is not None
+    assert few.grant(4096, 0) == pytest.approx(40, abs=8)  # 60 ms at 1.5 ms a token
+    assert many.grant(4096, 0) == pytest.approx(47, abs=8)  # 70 ms, not 10
 
 
 def test_before_anything_was_measured_pieces_are_small() -> None:
