@@ -2,7 +2,7 @@
 
 `ray.init()` also starts, and waits for, a dashboard process (even with `include_dashboard=False`), a monitor of the
 autoscaler and a log monitor: three Python processes, some 175 MB and two seconds of every start, that do nothing here.
-There is no public switch for the first, so this leans on two private classes of the Ray version that the project pins;
+There is no public switch for the first, so this leans on private classes of the Ray version that the project pins;
 `ray.cluster_utils.Cluster` uses them in the same way.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._raylet import AuthenticationTokenLoader
 
 _OBJECT_STORE_BYTES = 80_000_000
 """Nothing large goes through Ray here; this is about the least that Ray takes."""
@@ -45,6 +46,8 @@ class RayHead:
             include_log_monitor=False,
             no_monitor=not options.dashboard,
         )
+        # A process keeps the first token that it has read: that of its last cluster would be refused by this one.
+        AuthenticationTokenLoader.instance().reset_cache()
         self._node = _Node(parameters, meanwhile)
 
     @property
