@@ -61,6 +61,9 @@ class ResolvedEngine:
     num_threads: int | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
+    context_parallel_size: int
+    expert_parallel: bool
     max_model_len: int | None
     """None: the planner decides, up to the model's own context."""
     max_num_seqs: int
@@ -81,10 +84,6 @@ class ResolvedEngine:
     max_waiting_tokens: int
     step_timeout_s: float
 
-    @property
-    def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
 
 def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
     """Fills every gap. Raises ConfigError for settings that contradict each other or the machine."""
@@ -103,6 +102,9 @@ def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
         num_threads=config.num_threads,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_parallel=config.expert_parallel,
         max_model_len=config.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_token_budget(config, defaults, max_num_seqs),
@@ -124,11 +126,11 @@ def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
 def _device(config: EngineConfig, machine: Machine) -> Device:
     if config.device == "auto":
         return "cuda" if machine.num_gpus else "cpu"
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    ranks = config.world_size
     if config.device == "cuda" and machine.num_gpus < ranks:
         raise ConfigError(
             f"device is cuda and {ranks} ranks need a GPU each, but {machine.num_gpus} are visible. Set device to cpu, "
-            "or lower tensor_parallel_size and pipeline_parallel_size.",
+            "or lower the parallel sizes.",
             param="device",
         )
     return config.device
@@ -161,7 +163,7 @@ def _available(config: EngineConfig, machine: Machine, device: Device) -> int:
     """Bytes that one rank may use."""
     if device == "cuda":
         return machine.free_gpu_memory
-    return machine.available_ram // (config.tensor_parallel_size * config.pipeline_parallel_size)
+    return machine.available_ram // config.world_size
 
 
 def _memory_budget(config: EngineConfig, available: int, defaults: _DeviceDefaults) -> int | None:

@@ -47,7 +47,16 @@ class EngineConfig(BaseModel):
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads a rank; None: the CPUs this process may use, shared out over the ranks."""
     tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each layer's matrices; on one node, since they talk after every matrix."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages that share the layers out."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Parts that share the sequences out, each with a KV cache of its own; for models of experts, whose experts the
+    parts have in common (with expert_parallel)."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of each sequence out: its prompt's attention and its KV cache."""
+    expert_parallel: bool = False
+    """Models of experts: each rank of a stage holds some experts whole, rather than a slice of each."""
 
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of one sequence, prompt and output. None: the model's context, or what the KV cache can hold."""
@@ -83,6 +92,16 @@ class EngineConfig(BaseModel):
     """Prompt tokens that may wait to start; more are refused with 503."""
     step_timeout_s: float = Field(default=300.0, gt=0)
     """A step that takes longer means that a rank hangs; the engine then stops."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the model."""
+        return (
+            self.tensor_parallel_size
+            * self.pipeline_parallel_size
+            * self.data_parallel_size
+            * self.context_parallel_size
+        )
 
 
 def parse_engine_config(values: Mapping[str, Any]) -> EngineConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
 
 _OBJECT_STORE_BYTES = 80_000_000
 """Nothing large goes through Ray here; this is about the least that Ray takes."""

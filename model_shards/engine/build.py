@@ -246,6 +246,9 @@ def _runner_settings(
         num_threads=settings.num_threads,
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
+        data_parallel_size=settings.data_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
+        expert_parallel=settings.expert_parallel,
         eos_token_ids=eos_token_ids,
     )
 

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallel ranks, each a process on this machine."""
+"""The ranks of a mesh, each a process on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.model_shards.engine.plan import StepOutput, StepPlan
 from shoal.model_shards.executor.base import Executor
 from shoal.model_shards.executor.channel import Channel, pack
 from shoal.model_shards.executor.wire import output_from_wire
-from shoal.model_shards.parallel.context import MeshPosition
+from shoal.model_shards.parallel.mesh import MeshPosition
 from shoal.model_shards.runner.loading import check_mesh
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.weights.open import open_checkpoint
@@ -48,7 +48,7 @@ class _Rank:
 
 
 class MultiprocessExecutor(Executor):
-    """Starts tensor_parallel_size x pipeline_parallel_size processes, sends every plan to each, and takes the results
+    """Starts a process for each rank of the mesh, sends every plan to each, and takes the results
     from the one that samples. Plans are computed in order; with several in flight the stages overlap.
 
     One rank that dies, fails or does not finish a step within `step_timeout_s` ends them all: every future fails with
@@ -57,7 +57,7 @@ class MultiprocessExecutor(Executor):
 
     def __init__(self, settings: RunnerSettings, *, step_timeout_s: float = 300.0) -> None:
         config = open_checkpoint(settings.model).config
-        check_mesh(config, settings.tensor_parallel_size, settings.pipeline_parallel_size)
+        check_mesh(config, settings.mesh)
         self.vocab_size = config.vocab_size
         self._step_timeout_s = step_timeout_s
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class MultiprocessExecutor(Executor):
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )
-        position = MeshPosition.of_rank(rank, settings.tensor_parallel_size, settings.pipeline_parallel_size)
+        position = settings.mesh.position(rank)
         channel = Channel(ours)
         rendezvous = f"file://{self._directory / 'rendezvous'}"
         channel.send("settings", rank, settings.to_wire(), rendezvous, self._step_timeout_s)

@@ -23,7 +23,7 @@ from shoal.model_shards.engine.plan import StepPlan
 from shoal.model_shards.executor.channel import Channel
 from shoal.model_shards.executor.local import set_compute_threads
 from shoal.model_shards.executor.wire import output_to_wire
-from shoal.model_shards.parallel.context import MeshPosition, ParallelContext
+from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.runner.model_runner import ModelRunner, rank_device
 from shoal.model_shards.runner.settings import RunnerSettings
 
@@ -68,7 +68,7 @@ def _serve(channel: Channel, inbox: Inbox) -> None:
     _, rank, wire, rendezvous, timeout_s = inbox.get()
     settings = RunnerSettings.from_wire(wire)
     set_compute_threads(settings)
-    position = MeshPosition.of_rank(rank, settings.tensor_parallel_size, settings.pipeline_parallel_size)
+    position = settings.mesh.position(rank)
     device = rank_device(settings.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

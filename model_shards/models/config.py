@@ -23,8 +23,53 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Layers whose MLP is a choice of experts."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    """Intermediate size of one expert."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    """Whether a token's chosen weights are divided by their sum."""
+    scale: float = 1.0
+    """The weights are multiplied by it at the end."""
+    selection_bias: bool = False
+    """A bias for each expert is added to the scores for the choice, not for the weights (DeepSeek-V3)."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Experts are chosen from the best so many groups of equally many neighbours."""
+    shared_size: int = 0
+    """Intermediate size of the experts that every token visits, together; 0: there are none."""
+    dense_layers: frozenset[int] = field(default_factory=frozenset)
+    """Layers that have a plain MLP of `intermediate_size` instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): keys and values are projections of one latent
+    vector a token, which is what the cache holds, beside one rotated key that all heads share."""
+
+    kv_lora_rank: int
+    """Width of the latent."""
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    """Width of the queries' bottleneck; None: queries are projected in one."""
+    rope_interleave: bool = True
+    """Rotary channels of the checkpoint are pairs of neighbours."""
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers that the cache holds of a token in a layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder. Everything that changes results is a field; parsers refuse by name what no field can say."""
+    """A decoder. Everything that changes results is a field; parsers refuse by name what no field can say."""
 
     family: Family
     hidden_size: int
@@ -60,6 +105,9 @@ class ModelConfig:
     """Gemma: norms multiply by (offset + weight), offset 1; the weight is stored as HF stores it."""
     sandwich_norms: bool = False
     """Gemma: norms also after attention and after the MLP, before the residual is added."""
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    """With it, `head_dim` is qk_nope_head_dim + qk_rope_head_dim and `num_kv_heads` is `num_heads`."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -1,22 +1,24 @@
-"""Where this process stands in the mesh of ranks, and how it talks to the others.
+"""How one rank talks to the others of its mesh.
 
-Ranks are numbered stage by stage: rank = pp_rank * tp_size + tp_rank. Every wait on another rank has a deadline; past
-it, or when the peer is gone, `EngineDeadError` names the operation.
+Every wait on another rank has a deadline; past it, or when the peer is gone, `EngineDeadError` names the operation.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from shoal.configs.errors import EngineDeadError
+from shoal.model_shards.parallel.groups import Groups
+from shoal.model_shards.parallel.mesh import MeshPosition
+
+Axis = Literal["tensor", "context", "expert"]
 
 _Send = tuple[Any, torch.Tensor]
 """A send under way: torch's handle, and the tensor, which must live until the peer has it."""
@@ -25,51 +27,14 @@ _TOKEN_BACKLOG = 8
 """Steps whose sampled ids may be under way beyond one for each stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeshPosition:
-    """The place of one rank. `tp_size` ranks share each layer, `pp_size` stages share the layers out."""
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-
-    @classmethod
-    def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> MeshPosition:
-        assert 0 <= rank < tp_size * pp_size, (rank, tp_size, pp_size)
-        return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
-
-    @property
-    def rank(self) -> int:
-        return self.pp_rank * self.tp_size + self.tp_rank
-
-    @property
-    def world_size(self) -> int:
-        return self.tp_size * self.pp_size
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
-
-    @property
-    def sampling_rank(self) -> int:
-        """The one rank that has whole logits and draws tokens: the first of the last stage."""
-        return (self.pp_size - 1) * self.tp_size
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (tensor {self.tp_rank}/{self.tp_size}, stage {self.pp_rank}/{self.pp_size})"
-
-
 class ParallelContext:
     """The process groups of one rank. `ParallelContext.single()` is the world of one, in which nothing is sent."""
 
-    def __init__(self, position: MeshPosition, groups: _Groups | None = None) -> None:
+    def __init__(self, position: MeshPosition, groups: Groups | None = None) -> None:
         assert (groups is None) == (position.world_size == 1)
         self.position = position
+        self.traffic: Counter[str] = Counter()
+        """Bytes that this rank has sent, by operation, as the usual ring algorithms send them."""
         self._groups = groups
         self._hidden_sends: deque[_Send] = deque()
         self._token_sends: deque[_Send] = deque()
@@ -87,7 +52,7 @@ class ParallelContext:
         if position.world_size == 1:
             return cls.single()
         with _collective(f"{position}: joining the other ranks"):
-            return cls(position, _Groups.create(position, rendezvous, device, timedelta(seconds=timeout_s)))
+            return cls(position, Groups.create(position, rendezvous, device, timedelta(seconds=timeout_s)))
 
     @property
     def queues_sums(self) -> bool:
@@ -97,42 +62,109 @@ class ParallelContext:
             return True
         return self._groups is not None and dist.get_backend(self._groups.tensor) == "nccl"
 
+    def size(self, axis: Axis) -> int:
+        """Ranks along an axis."""
+        position = self.position
+        return {"tensor": position.tp_size, "context": position.cp_size, "expert": position.ep_size}[axis]
+
+    def index(self, axis: Axis) -> int:
+        """This rank's place among them."""
+        position = self.position
+        return {"tensor": position.tp_rank, "context": position.cp_rank, "expert": position.ep_rank}[axis]
+
     # --- within a stage -------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the tensor-parallel ranks, in place; the same bits on each."""
-        if self.position.tp_size > 1:
-            self._wait("all-reduce", lambda groups: dist.all_reduce(x, group=groups.tensor))
+    def all_reduce(self, x: torch.Tensor, axis: Axis = "tensor") -> torch.Tensor:
+        """Sum over the ranks along an axis, in place; the same bits on each."""
+        size = self.size(axis)
+        if size > 1:
+            self._wait("all-reduce", lambda groups: dist.all_reduce(x, group=_group(groups, axis)))
+            self.traffic["all_reduce"] += 2 * (size - 1) * x.nbytes // size
         return x
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The tensor-parallel ranks' equally shaped parts, concatenated along `dim`, on every rank."""
-        if self.position.tp_size == 1:
+    def reduce_scatter(self, x: torch.Tensor, axis: Axis = "tensor") -> torch.Tensor:
+        """x [size * n, ...] on each rank -> the sum's rows index * n : (index + 1) * n."""
+        size = self.size(axis)
+        if size == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.position.tp_size)]
-        self._wait("all-gather", lambda groups: dist.all_gather(parts, x.contiguous(), group=groups.tensor))
+        assert len(x) % size == 0, (len(x), size)
+        out = x.new_empty((len(x) // size, *x.shape[1:]))
+        self._wait(
+            "reduce-scatter",
+            lambda groups: dist.reduce_scatter_single(out, x.contiguous(), group=_group(groups, axis)),
+        )
+        self.traffic["reduce_scatter"] += (size - 1) * out.nbytes
+        return out
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1, axis: Axis = "tensor") -> torch.Tensor:
+        """The ranks' equally shaped parts, concatenated along `dim`, on every rank."""
+        size = self.size(axis)
+        if size == 1:
+            return x
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
+        self._wait("all-gather", lambda groups: dist.all_gather(parts, x.contiguous(), group=_group(groups, axis)))
+        self.traffic["all_gather"] += (size - 1) * x.nbytes
         return torch.cat(parts, dim)
 
     def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
-        """Like `all_gather`, but only the first tensor-parallel rank of the stage gets it; the others get None."""
+        """Like `all_gather` over the tensor-parallel ranks, but only the first of them gets it; the others get None."""
         position = self.position
         if position.tp_size == 1:
             return x
-        first = position.pp_rank * position.tp_size
+        first = position.rank - position.tp_rank
         parts = [torch.empty_like(x) for _ in range(position.tp_size)] if position.tp_rank == 0 else None
         self._wait("gather", lambda groups: dist.gather(x.contiguous(), parts, dst=first, group=groups.tensor))
+        self.traffic["gather"] += x.nbytes if position.tp_rank else 0
         return None if parts is None else torch.cat(parts, dim)
+
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int], axis: Axis = "expert") -> torch.Tensor:
+        """Rows to each rank along an axis and from each: x [sum(sent), ...], in the order of the ranks ->
+        [sum(received), ...]. `received[i]` is what rank i puts into its own `sent` for this one. Any may be 0."""
+        size, index = self.size(axis), self.index(axis)
+        assert len(sent) == len(received) == size
+        assert len(x) == sum(sent)
+        if size == 1:
+            return x
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        self._wait(
+            "all-to-all",
+            lambda groups: dist.all_to_all_single(out, x.contiguous(), received, sent, group=_group(groups, axis)),
+        )
+        row_bytes = x[:1].nbytes if len(x) else 0
+        self.traffic["all_to_all"] += (len(x) - sent[index]) * row_bytes
+        return out
+
+    def shift(self, x: torch.Tensor, axis: Axis = "context") -> torch.Tensor:
+        """One turn of the ring: x goes to the next rank along an axis; what the previous one sent, of the same shape
+        and dtype, comes back."""
+        size, index = self.size(axis), self.index(axis)
+        if size == 1:
+            return x
+        sent, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+
+        def turn(groups: Groups) -> None:
+            group = _group(groups, axis)
+            assert group is not None
+            to, source = (dist.get_global_rank(group, (index + step) % size) for step in (1, -1))
+            sends = dist.P2POp(dist.isend, sent, to, group)
+            receives = dist.P2POp(dist.irecv, out, source, group)
+            for work in dist.batch_isend_irecv([sends, receives]):
+                work.wait()
+
+        self._wait("shifting around the ring", turn)
+        self.traffic["shift"] += x.nbytes
+        return out
 
     # --- between stages -------------------------------------------------------------------------------------------
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
-        """To the same tensor-parallel rank of the next stage. Returns at once; `hidden` must not be written again."""
-        target = self.position.rank + self.position.tp_size
+        """To the rank in the same place of the next stage. Returns at once; `hidden` must not be written again."""
+        target = self.position.rank + self.position.shape.stage_size
         self._send(self._hidden_sends, hidden.contiguous(), target, limit=2)
 
     def receive_hidden(self, out: torch.Tensor) -> torch.Tensor:
         """From the previous stage, into `out`, whose shape and dtype both sides derive from the plan."""
-        source = self.position.rank - self.position.tp_size
+        source = self.position.rank - self.position.shape.stage_size
         self._wait("receiving hidden states", lambda groups: dist.recv(out, src=source, group=groups.pipeline))
         return out
 
@@ -144,16 +176,17 @@ class ParallelContext:
         return self.position.pp_size + _TOKEN_BACKLOG
 
     def send_tokens(self, token_ids: list[int]) -> None:
-        """From the sampling rank to every other rank. Returns at once: a stage reads them when it needs them, so that
-        no cycle of waits can form with the hidden states that travel the other way."""
+        """From the sampling rank to every other that has the same sequences. Returns at once: a stage reads them when
+        it needs them, so that no cycle of waits can form with the hidden states that travel the other way."""
         position = self.position
-        if position.world_size == 1:
-            return
+        peers = [
+            other.rank
+            for other in position.shape.positions()
+            if other.dp_rank == position.dp_rank and other.rank != position.rank
+        ]
         tokens = torch.tensor(token_ids, dtype=torch.int64)
-        peers = position.world_size - 1
-        for target in range(position.world_size):
-            if target != position.rank:
-                self._send(self._token_sends, tokens, target, limit=(self.token_backlog + 1) * peers)
+        for target in peers:
+            self._send(self._token_sends, tokens, target, limit=(self.token_backlog + 1) * len(peers))
 
     def receive_tokens(self, count: int) -> list[int]:
         """The next step's sampled ids, in the order of the steps."""
@@ -178,32 +211,14 @@ class ParallelContext:
             while len(under_way) > limit:
                 under_way.popleft()[0].wait()
 
-    def _wait(self, what: str, operation: Callable[[_Groups], object]) -> None:
+    def _wait(self, what: str, operation: Callable[[Groups], object]) -> None:
         assert self._groups is not None, what
         with _collective(f"{self.position}: {what}"):
             operation(self._groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """torch process groups: layers' sums, hidden states along a column of stages, token ids among all."""
-
-    tensor: dist.ProcessGroup | None
-    pipeline: dist.ProcessGroup | None
-    control: dist.ProcessGroup | None
-
-    @classmethod
-    def create(cls, position: MeshPosition, rendezvous: str, device: torch.device, timeout: timedelta) -> _Groups:
-        assert not dist.is_initialized(), "a process is one rank of one group"
-        tp, pp, world = position.tp_size, position.pp_size, position.world_size
-        dist.init_process_group("gloo", init_method=rendezvous, rank=position.rank, world_size=world, timeout=timeout)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        stages = [[stage * tp + i for i in range(tp)] for stage in range(pp)]
-        columns = [[stage * tp + i for stage in range(pp)] for i in range(tp)]
-        # Every rank takes part in making every group, in the same order.
-        tensor = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in stages]
-        pipeline = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in columns]
-        return cls(tensor[position.pp_rank], pipeline[position.tp_rank], dist.group.WORLD)
+def _group(groups: Groups, axis: Axis) -> dist.ProcessGroup | None:
+    return {"tensor": groups.tensor, "context": groups.context, "expert": groups.expert}[axis]
 
 
 @contextmanager

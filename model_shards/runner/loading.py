@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shoal.configs.errors import ConfigError
 from shoal.kernels.ops import Ops
 from shoal.kernels.registry import select_ops
 from shoal.model_shards.models.config import ModelConfig
@@ -18,6 +19,7 @@ from shoal.model_shards.models.registry import model_factory
 from shoal.model_shards.models.stage import cut_stages
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.parallel.loader import WeightLoader
+from shoal.model_shards.parallel.mesh import MeshShape
 from shoal.model_shards.parallel.split import HeadSplit, split_evenly
 from shoal.model_shards.quantization.schemes import make_scheme
 from shoal.model_shards.runner.settings import RunnerSettings
@@ -27,11 +29,18 @@ from shoal.model_shards.weights.open import open_checkpoint
 logger = logging.getLogger(__name__)
 
 
-def check_mesh(config: ModelConfig, tp_size: int, pp_size: int) -> None:
+def check_mesh(config: ModelConfig, mesh: MeshShape) -> None:
     """Raises ConfigError, with the numbers, when the model cannot be shared out over so many ranks."""
-    cut_stages(config, pp_size)
-    HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
-    split_evenly("intermediate_size", config.intermediate_size, tp_size, 0)
+    cut_stages(config, mesh.pp_size)
+    for setting, used in (
+        ("data_parallel_size", mesh.dp_size > 1),
+        ("context_parallel_size", mesh.cp_size > 1),
+        ("expert_parallel", mesh.expert_parallel),
+    ):
+        if used:
+            raise ConfigError(f"{setting} is not built yet.", param=setting)
+    HeadSplit.of_rank(config.num_heads, config.num_kv_heads, mesh.tp_size, 0)
+    split_evenly("intermediate_size", config.intermediate_size, mesh.tp_size, 0)
 
 
 @contextmanager
@@ -72,7 +81,7 @@ def _load_stage(
     position = context.position
     checkpoint = open_checkpoint(settings.model, threads)
     config = checkpoint.config
-    check_mesh(config, position.tp_size, position.pp_size)
+    check_mesh(config, position.shape)
     stages = cut_stages(config, position.pp_size)
     stage = stages[position.pp_rank]
     reader = CheckpointReader(checkpoint)

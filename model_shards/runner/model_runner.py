@@ -42,7 +42,7 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # of this thread: kernels are launched on the current device
         self.model = load_stage(settings, context, self.device)
         self.config = self.model.config
-        self.samples = position.rank == position.sampling_rank
+        self.samples = position.samples
         self.table = SequenceTable(settings, samples=self.samples)
         heads = HeadSplit.of_rank(self.config.num_heads, self.config.num_kv_heads, position.tp_size, position.tp_rank)
         page = PageFormat(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.model_shards.parallel.mesh import MeshShape
 from shoal.model_shards.weights.sources import ModelSource
 
 
@@ -39,13 +40,26 @@ class RunnerSettings:
     """CPU threads a rank; None: the CPUs this process may use, shared out over the ranks."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_parallel: bool = False
     eos_token_ids: tuple[int, ...] = ()
     """Ends of a sequence that the tokenizer knows beyond those of the model's configuration: masked up to min_tokens
     like those."""
 
     @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(
+            self.tensor_parallel_size,
+            self.pipeline_parallel_size,
+            self.data_parallel_size,
+            self.context_parallel_size,
+            self.expert_parallel,
+        )
+
+    @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.mesh.world_size
 
     @property
     def max_blocks_per_sequence(self) -> int:

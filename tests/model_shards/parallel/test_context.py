@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 
 from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.mesh import MeshShape
 
 PROGRAM = """
 import sys, time, torch
 from shoal.configs.errors import EngineDeadError
-from shoal.model_shards.parallel.context import MeshPosition, ParallelContext
+from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.mesh import MeshShape
+from shoal.model_shards.parallel.mesh import MeshShape
 
-rank, mesh, rendezvous = int(sys.argv[1]), (int(sys.argv[2]), int(sys.argv[3])), sys.argv[4]
-context = ParallelContext.connect(MeshPosition.of_rank(rank, *mesh), rendezvous, torch.device("cpu"), 3.0)
+rank, sizes, rendezvous = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")], sys.argv[3]
+mesh = MeshShape(*sizes[:4], bool(sizes[4]))
+context = ParallelContext.connect(mesh.position(rank), rendezvous, torch.device("cpu"), 3.0)
 """
 
 TENSOR_PARALLEL = """
@@ -52,12 +57,44 @@ else:
 print("agreed", flush=True)
 """
 
+ALL_AXES = """
+ones = torch.ones(4, 3)
+one_hot = lambda index, size: [int(i == index) for i in range(size)]
+assert context.all_gather(torch.tensor([rank])).tolist() == ([0, 1] if rank < 2 else [2, 3])
+assert context.all_gather(torch.tensor([rank]), axis="context").tolist() == [rank % 2, rank % 2 + 2]
+assert context.all_gather(torch.tensor([rank]), axis="expert").tolist() == [0, 1, 2, 3]
+assert context.reduce_scatter(torch.arange(4.0)[:, None] * (rank + 1), axis="expert").tolist() == [[10.0 * rank]]
+assert context.shift(torch.tensor([rank])).tolist() == [(rank + 2) % 4]
+assert context.shift(torch.tensor([rank]), axis="expert").tolist() == [(rank - 1) % 4]
+# Rank r sends r rows to each rank: nothing comes from rank 0, which gets something from the others.
+rows = context.all_to_all(torch.full((4 * rank, 2), float(rank)), [rank] * 4, [0, 1, 2, 3])
+assert rows[:, 0].tolist() == [1, 2, 2, 3, 3, 3]
+assert context.traffic["all_to_all"] == 3 * rank * 8
+print("agreed", flush=True)
+"""
 
-def run_ranks(program: str, mesh: tuple[int, int], directory: Path) -> list[str]:
-    arguments = [*map(str, mesh), f"file://{directory / 'rendezvous'}"]
+DATA_PARALLEL = """
+part = context.position.dp_rank
+if context.position.samples:
+    context.send_tokens([part])
+else:
+    assert context.receive_tokens(1) == [part]
+    context.send_hidden(torch.full((1,), float(part)))
+if context.position.is_last_stage:
+    assert context.receive_hidden(torch.empty(1)).item() == part
+print("agreed", flush=True)
+"""
+
+
+def sizes(mesh: MeshShape) -> str:
+    return ",".join(str(int(value)) for value in astuple(mesh))
+
+
+def run_ranks(program: str, mesh: MeshShape, directory: Path) -> list[str]:
+    arguments = [sizes(mesh), f"file://{directory / 'rendezvous'}"]
     ranks = [
         subprocess.Popen([sys.executable, "-c", PROGRAM + program, str(rank), *arguments], stdout=subprocess.PIPE)
-        for rank in range(mesh[0] * mesh[1])
+        for rank in range(mesh.world_size)
     ]
     try:
         outputs = [rank.communicate(timeout=120)[0].decode() for rank in ranks]
@@ -70,13 +107,21 @@ def run_ranks(program: str, mesh: tuple[int, int], directory: Path) -> list[str]
 
 
 def test_tensor_parallel_ranks_agree_and_a_hanging_one_is_named(tmp_path: Path) -> None:
-    first, second = run_ranks(TENSOR_PARALLEL, (2, 1), tmp_path)
+    first, second = run_ranks(TENSOR_PARALLEL, MeshShape(tp_size=2), tmp_path)
     assert second == "agreed\n"
     assert "rank 0 (tensor 0/2, stage 0/1): all-reduce failed; another rank is gone or hangs" in first
 
 
 def test_stages_pass_hidden_states_on_and_tokens_back(tmp_path: Path) -> None:
-    assert run_ranks(PIPELINE, (1, 2), tmp_path) == ["agreed\n", "agreed\n"]
+    assert run_ranks(PIPELINE, MeshShape(pp_size=2), tmp_path) == ["agreed\n", "agreed\n"]
+
+
+def test_each_axis_of_a_mesh_has_a_group_of_its_own(tmp_path: Path) -> None:
+    assert run_ranks(ALL_AXES, MeshShape(2, 1, 1, 2, True), tmp_path) == ["agreed\n"] * 4
+
+
+def test_each_data_parallel_part_has_tokens_of_its_own(tmp_path: Path) -> None:
+    assert run_ranks(DATA_PARALLEL, MeshShape(1, 2, 2, 1, False), tmp_path) == ["agreed\n"] * 4
 
 
 def test_a_world_of_one_sends_nothing() -> None:
@@ -90,7 +135,7 @@ def test_a_world_of_one_sends_nothing() -> None:
 
 
 def test_joining_a_group_that_never_forms_ends_with_the_deadline(tmp_path: Path) -> None:
-    arguments = ["0", "2", "1", f"file://{tmp_path / 'rendezvous'}"]
+    arguments = ["0", sizes(MeshShape(tp_size=2)), f"file://{tmp_path / 'rendezvous'}"]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, timeout=120, check=False)
     assert done.returncode == 1
     assert b"joining the other ranks failed" in done.stderr

@@ -5,16 +5,28 @@ from __future__ import annotations
 import pytest
 
 from shoal.configs.errors import ConfigError
-from shoal.model_shards.parallel.context import MeshPosition
 from shoal.model_shards.parallel.embedding import VocabShard
+from shoal.model_shards.parallel.mesh import MeshShape
 from shoal.model_shards.parallel.split import HeadSplit, split_evenly
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
-    position = MeshPosition.of_rank(5, tp_size=2, pp_size=3)
+    position = MeshShape(tp_size=2, pp_size=3).position(5)
     assert (position.tp_rank, position.pp_rank, position.rank) == (1, 2, 5)
     assert position.is_last_stage
     assert position.sampling_rank == 4
+    assert str(position) == "rank 5 (tensor 1/2, stage 2/3)"
+
+
+def test_every_rank_of_a_mesh_has_a_place_of_its_own() -> None:
+    shape = MeshShape(tp_size=2, pp_size=2, dp_size=3, cp_size=2, expert_parallel=True)
+    positions = shape.positions()
+    assert [position.rank for position in positions] == list(range(24))
+    assert len({(p.tp_rank, p.pp_rank, p.dp_rank, p.cp_rank) for p in positions}) == 24
+    assert [p.ep_rank for p in positions] == [*range(12), *range(12)]
+    assert [p.rank for p in positions if p.samples] == [12, 16, 20]
+    assert {p.sampling_rank for p in positions if p.dp_rank == 1} == {16}
+    assert str(positions[23]) == "rank 23 (tensor 1/2, stage 1/2, data 2/3, context 1/2)"
 
 
 def test_what_does_not_divide_is_refused_with_the_numbers() -> None:

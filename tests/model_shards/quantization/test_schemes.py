@@ -17,7 +17,8 @@ from shoal.kernels.cpu.quantized import PackedQuantizedWeight
 from shoal.kernels.ops import HeadNorms, LinearWeight
 from shoal.kernels.registry import select_ops
 from shoal.model_shards.executor.multiprocess import MultiprocessExecutor
-from shoal.model_shards.parallel.context import MeshPosition, ParallelContext
+from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.mesh import MeshShape
 from shoal.model_shards.quantization.schemes import make_scheme
 from shoal.model_shards.runner.footprint import weights_bytes
 from shoal.model_shards.runner.loading import load_stage
@@ -59,7 +60,7 @@ def linear_weights(value: Any, found: dict[int, Any]) -> dict[int, Any]:
 def load_rank(settings: RunnerSettings, rank: int, tp: int) -> Decoder:
     """One rank's part, without the other ranks: loading sends nothing."""
     groups: Any = None if tp == 1 else object()
-    return load_stage(settings, ParallelContext(MeshPosition.of_rank(rank, tp, 1), groups), CPU)
+    return load_stage(settings, ParallelContext(MeshShape(tp).position(rank), groups), CPU)
 
 
 def foretold(settings: RunnerSettings, tp: int) -> int:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
-from shoal.model_shards.parallel.context import MeshPosition, ParallelContext
+from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.mesh import MeshPosition, MeshShape
 from shoal.model_shards.runner.decode_graphs import DecodeGraphs
 from shoal.model_shards.runner.device_inputs import DeviceInputs
 from shoal.model_shards.runner.footprint import graph_sizes
@@ -116,7 +117,7 @@ class TwoRanks(ParallelContext):
 
     def __init__(self, others: int, *, queues: bool = True) -> None:
         super().__init__(MeshPosition())
-        self.position = MeshPosition(tp_size=2)
+        self.position = MeshShape(tp_size=2).position(0)
         self._others, self._queues = others, queues
 
     @property
@@ -156,7 +157,7 @@ class Pipe(ParallelContext):
 
     def __init__(self, stage: int, hidden: deque[torch.Tensor], tokens: deque[list[int]]) -> None:
         super().__init__(MeshPosition())
-        self.position = MeshPosition(pp_rank=stage, pp_size=2)
+        self.position = MeshShape(pp_size=2).position(stage)
         self._hidden, self._tokens = hidden, tokens
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
