@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
 
 import torch
 
 from shoal.kernels.page_format import PageFormat
-from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan, TokenLogprobs
+from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.parallel.split import HeadSplit
 from shoal.model_shards.runner.batch import ForwardBatch, build_batch
@@ -17,11 +16,11 @@ from shoal.model_shards.runner.decode_graphs import DecodeGraphs
 from shoal.model_shards.runner.device_inputs import DeviceInputs, PlacedStep
 from shoal.model_shards.runner.footprint import graph_sizes, max_logit_rows
 from shoal.model_shards.runner.loading import load_stage
-from shoal.model_shards.runner.sequences import PLACEHOLDER_TOKEN, LiveSequence, SequenceTable
+from shoal.model_shards.runner.outputs import OutputMaker
+from shoal.model_shards.runner.sequences import LiveSequence, SequenceTable
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.runner.step_capture import StepCapture
-from shoal.model_shards.runner.warm_up import warm_up_batches, warm_up_states
-from shoal.model_shards.sampling.logprobs import prompt_logprobs
+from shoal.model_shards.runner.warm_up import warm_up_batches
 from shoal.model_shards.sampling.sampler import Sampler
 
 
@@ -49,8 +48,10 @@ class ModelRunner:
             self.model.ops.layout, settings.block_size, heads.num_kv_heads, self.config.head_dim, settings.kv_dtype
         )
         self.pages = [page.allocate(settings.num_blocks, self.device) for _ in self.model.stage.layers]
-        self._sampler = Sampler(tuple({*self.config.eos_token_ids, *settings.eos_token_ids}), self.model.ops)
-        self._rows_per_piece = max_logit_rows(self.config.vocab_size, self.device.type)
+        ends = tuple({*self.config.eos_token_ids, *settings.eos_token_ids})
+        sampler = Sampler(ends, self.model.ops)
+        rows = max_logit_rows(self.config.vocab_size, self.device.type)
+        self.outputs = OutputMaker(self.model, sampler, self.table, context, rows)
         self._unreceived: deque[list[LiveSequence]] = deque()
         self._inputs: DeviceInputs | None = None
         self.captured: CapturedSteps
@@ -82,8 +83,8 @@ class ModelRunner:
         computed = self._forward(batch)
         sampling = batch.sampling
         if self.context.position.is_last_stage:
-            self._score_prompts(batch, computed.hidden, output)
-            self._sample(computed, sampling, output)
+            self.outputs.score_prompts(batch, computed.hidden, output)
+            self.outputs.sample(computed, sampling, output)
         if sampling and not self.samples:
             self._unreceived.append(sampling)
         return output
@@ -120,94 +121,15 @@ class ModelRunner:
         for pages in self.pages:
             pages.copy_blocks(sources, targets)
 
-    def _logits(
-        self, hidden: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor | None]]:
-        """(which of `rows`, or of all of `hidden`; their logits) in pieces of bounded size. The logits are None where
-        this rank does not sample."""
-        count = len(hidden if rows is None else rows)
-        for start in range(0, count, self._rows_per_piece):
-            piece = slice(start, min(start + self._rows_per_piece, count))
-            if rows is None:
-                yield piece, self.model.logits(hidden[piece])
-            else:
-                yield piece, self.model.logits(hidden, rows[piece])
-
-    def _sampled_logits(self, computed: Computed, count: int) -> Iterable[tuple[slice, torch.Tensor | None]]:
-        """Of the `count` rows that sample, in the plan's order."""
-        if computed.logits is not None:  # of every row, and every row samples: batch and plan have one order
-            assert count == len(computed.logits)
-            return [(slice(count), computed.logits)]
-        whole = count == len(computed.hidden)
-        assert whole or computed.sample_rows is not None, "only some rows sample"
-        return self._logits(computed.hidden, None if whole else computed.sample_rows)
-
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Runs what steps may run. On all ranks at once: they meet in it."""
         for batch in warm_up_batches(self.settings):
             computed = self._forward(batch)
-            if not self.context.position.is_last_stage:
-                continue
-            for _, logits in self._sampled_logits(computed, len(batch.sample_rows)):
-                if logits is not None:
-                    states = warm_up_states()
-                    self._sampler.sample(logits[:1].repeat(len(states), 1), states)
+            if self.context.position.is_last_stage:
+                self.outputs.warm_up(computed, len(batch.sample_rows))
 
-    # --- what comes of it -----------------------------------------------------------------------------------------
-
-    def _sample(self, computed: Computed, sequences: list[LiveSequence], output: StepOutput) -> None:
-        """`sequences`: those that sample, in the plan's order, which is the order of the output's columns."""
-        if not sequences:
-            return
-        drawn: list[int] = []
-        for piece, logits in self._sampled_logits(computed, len(sequences)):
-            if logits is not None:
-                drawn += self._draw(sequences[piece], logits, output)
-        if self.samples:
-            self.context.send_tokens(drawn)
-
-    def _draw(self, sequences: list[LiveSequence], logits: torch.Tensor, output: StepOutput) -> list[int]:
-        """One token a sequence, appended to it and to the columns; a placeholder for one that failed."""
-        states = [sequence.sampler_state for sequence in sequences if sequence.sampler_state is not None]
-        assert len(states) == len(sequences)
-        result = self._sampler.sample(logits, states)
-        drawn = []
-        for row, sequence in enumerate(sequences):
-            sequence.failure = sequence.failure or result.errors.get(row)
-            if sequence.failure is not None:
-                output.errors[sequence.seq_id] = sequence.failure
-                drawn.append(PLACEHOLDER_TOKEN)
-            else:
-                output.seq_ids.append(sequence.seq_id)
-                output.generations.append(sequence.generation)
-                output.token_ids.append(result.token_ids[row])
-                output.logprobs.append(result.logprobs[row])
-                drawn.append(result.token_ids[row])
-                states[row].append(drawn[-1])
-            self.table.append_token(sequence, drawn[-1])
-        return drawn
-
-    def _score_prompts(self, batch: ForwardBatch, hidden: torch.Tensor, output: StepOutput) -> None:
-        """Logprobs of the prompt tokens that follow each row of a chunk whose request asked for them."""
-        for i, (chunk, sequence) in enumerate(zip(batch.chunks, batch.sequences, strict=True)):
-            k = sequence.sampling.prompt_logprobs
-            if k is None:
-                continue
-            # The row of position p scores the token at p + 1:  start+1 .. start+num_tokens, clipped to the prompt.
-            stop = min(chunk.start + chunk.num_tokens + 1, sequence.num_prompt_tokens)
-            targets = self.table.tokens[sequence.row, chunk.start + 1 : stop].tolist()
-            first = int(batch.query_start[i])
-            scores: list[TokenLogprobs] = []
-            for piece, logits in self._logits(hidden[first : first + len(targets)]):
-                if logits is None or sequence.failure is not None:
-                    continue  # the stage's other ranks are in the middle of the same pieces
-                try:
-                    scores += prompt_logprobs(logits, targets[piece], k)
-                except ValueError as error:  # NaN in this sequence's rows; the others go on
-                    sequence.failure = output.errors[sequence.seq_id] = str(error)
-            if scores and sequence.failure is None:
-                output.prompt_logprobs[sequence.seq_id] = scores
+    # --- tokens from elsewhere ------------------------------------------------------------------------------------
 
     def _receive_tokens(self, chunks: list[ScheduledChunk], sequences: list[LiveSequence]) -> None:
         """Waits for tokens sampled elsewhere until those that this plan feeds to the model are known."""

@@ -149,14 +149,14 @@ def _run(runner: ModelRunner, prompts: dict[int, list[int]], steps: int) -> Run:
     """Prompts in chunks, side by side; decodes of all; then one sequence after the other ends."""
     run = Run({seq_id: list(tokens) for seq_id, tokens in prompts.items()}, {seq_id: [] for seq_id in prompts}, 0)
     before = runner.captured.replays
-    sample = runner._sampler.sample
+    sample = runner.outputs.sampler.sample
 
     def watched(logits: torch.Tensor, states: Any) -> Any:
         for row, state in zip(logits.float().cpu().clone(), states, strict=True):
             run.logits[state.seed].append(row)
         return sample(logits, states)
 
-    with mock.patch.object(runner._sampler, "sample", watched):
+    with mock.patch.object(runner.outputs.sampler, "sample", watched):
         for plan in _plans(runner, prompts, steps):
             output = runner.execute(plan)
             assert not output.errors, output.errors
@@ -254,7 +254,7 @@ def _against_eager(
 
 def _waits(name: str, runner: ModelRunner, prompts: dict[int, list[int]], steps: int) -> Iterator[Check]:
     """The model's part of a step must not wait for the device at all, and sampling once: for the tokens."""
-    forward, sample, logits = runner._forward, runner._sampler.sample, runner.model.logits
+    forward, sample, logits = runner._forward, runner.outputs.sampler.sample, runner.model.logits
     counts: list[int] = []
 
     def refusing(function: Any) -> Any:
@@ -281,7 +281,7 @@ def _waits(name: str, runner: ModelRunner, prompts: dict[int, list[int]], steps:
     with (
         mock.patch.object(runner, "_forward", refusing(forward)),
         mock.patch.object(runner.model, "logits", refusing(logits)),
-        mock.patch.object(runner._sampler, "sample", counting),
+        mock.patch.object(runner.outputs.sampler, "sample", counting),
     ):
         try:
             for plan in _plans(runner, prompts, steps):

@@ -178,7 +178,7 @@ def _time_sampling(runner: ModelRunner, batch: int, repetitions: int) -> Iterato
 
         def sample(states: list[SamplerState] = states) -> None:
             with torch.inference_mode():
-                assert not runner._sampler.sample(logits, states).errors
+                assert not runner.outputs.sampler.sample(logits, states).errors
 
         yield SamplingTiming(batch, how, _wall_ms(sample, repetitions, runner.device.type == "cuda"))
 

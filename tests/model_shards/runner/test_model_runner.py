@@ -106,7 +106,7 @@ def test_a_plan_without_chunks_only_changes_what_is_known(driver: ModuleType, ll
 def test_prompt_logprobs_are_those_of_every_row(driver: ModuleType, llama: Path, chunk_size: int | None) -> None:
     prompt = list(range(10, 50))
     runner = driver.make_runner(llama)
-    runner._rows_per_piece = 3
+    runner.outputs.rows_per_piece = 3
     hidden = driver.watch_hidden(runner)
     asks = replace(GREEDY, prompt_logprobs=2, logprobs=1)
     scores, drawn = [], None

@@ -40,13 +40,13 @@ class Watched:
             self.runner.captured.run = lambda *_: None
         self.logits: list[torch.Tensor] = []
         self.outputs: list[StepOutput] = []
-        sample = self.runner._sampler.sample
+        sample = self.runner.outputs.sampler.sample
 
         def watched(logits: torch.Tensor, states: Any) -> Any:
             self.logits.append(logits.clone())
             return sample(logits, states)
 
-        self.runner._sampler.sample = watched
+        self.runner.outputs.sampler.sample = watched
 
     def run(self, plans: list[StepPlan]) -> Watched:
         self.outputs += [self.runner.execute(plan) for plan in plans]
