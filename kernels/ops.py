@@ -8,8 +8,9 @@ operators through the `Ops` that the runner was given, never by import, so that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -57,13 +58,59 @@ class LinearWeight(ABC):
     out_features: int
     in_features: int
 
-    @property
     @abstractmethod
-    def nbytes(self) -> int: ...
+    def tensors(self) -> list[torch.Tensor]:
+        """What holds it, its bias included."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     @abstractmethod
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """[len(index), in_features] in the activation dtype: lets a tied embedding share the weight of the head."""
+
+
+GroupMatrix = torch.Tensor | Sequence[QuantizedMatrix]
+"""One group's matrix [out_features, in_features]: dense, or quantized parts stacked along the output features."""
+
+
+class GroupedWeight(ABC):
+    """Matrices of one shape, one a group (an expert), in the form that the table's `grouped_linear` reads fastest."""
+
+    num_groups: int
+    out_features: int
+    in_features: int
+
+    @abstractmethod
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        """What makes up the matrix of group `slot`: views of the weight's own memory, of the same shapes and dtypes for
+        every group of weights prepared alike. Overwriting all of them with another group's puts that one's matrix in
+        this place (whoever does it sees to it that no operator runs meanwhile)."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for slot in range(self.num_groups) for tensor in self.slot_tensors(slot))
+
+
+class SeparateGroups(GroupedWeight):
+    """A linear weight for each group: what a backend without a grouped product multiplies one after the other."""
+
+    def __init__(self, weights: list[LinearWeight]) -> None:
+        if not weights:
+            raise ValueError("a grouped weight has at least one group")
+        self.weights = weights
+        self.num_groups = len(weights)
+        self.out_features, self.in_features = weights[0].out_features, weights[0].in_features
+        for weight in weights:
+            if (weight.out_features, weight.in_features) != (self.out_features, self.in_features):
+                raise ValueError(
+                    f"groups of [{self.out_features}, {self.in_features}] and "
+                    f"[{weight.out_features}, {weight.in_features}] have no common shape"
+                )
+
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        return self.weights[slot].tensors()
 
 
 class Ops(ABC):
@@ -91,6 +138,31 @@ class Ops(ABC):
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features] in the activation dtype, fp32 accumulation. The result of a row
         does not depend on what other rows are in the batch, where the backend says `batch_invariant`."""
+
+    def prepare_grouped(self, matrices: Iterable[GroupMatrix]) -> GroupedWeight:
+        """One matrix [out_features, in_features] a group, in order; takes each over as it comes, so that the caller may
+        make them one at a time. Raises ValueError for shapes that differ and for none at all."""
+        return SeparateGroups(
+            [
+                self.prepare_linear(matrix) if isinstance(matrix, torch.Tensor) else self.prepare_quantized(matrix)
+                for matrix in matrices
+            ]
+        )
+
+    def grouped_linear(self, x: torch.Tensor, weight: GroupedWeight, group_starts: torch.Tensor) -> torch.Tensor:
+        """x [n, in_features] -> [n, out_features] in the activation dtype, fp32 accumulation: rows group_starts[g] :
+        group_starts[g + 1] meet the matrix of group g.
+
+        `group_starts` int32 [num_groups + 1], on the operators' device, ascending from 0 to at most n; groups may be
+        empty. Rows from group_starts[num_groups] on meet none: what they give is undefined. A row's result is that of
+        `linear` with its group's matrix where the backend is `batch_invariant`."""
+        assert isinstance(weight, SeparateGroups), type(weight)
+        starts = group_starts.tolist()
+        out = torch.empty((len(x), weight.out_features), dtype=self.activation_dtype, device=x.device)
+        for group, (start, stop) in enumerate(pairwise(starts)):
+            if start < stop:
+                out[start:stop] = self.linear(x[start:stop], weight.weights[group])
+        return out
 
     @abstractmethod
     def rms_norm(

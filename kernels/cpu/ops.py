@@ -54,9 +54,8 @@ class PackedWeight(LinearWeight):
             self.bias[: self.out_features] = bias
         self.bias_address = None if self.bias is None else self.bias.data_ptr()
 
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.packed] if self.bias is None else [self.packed, self.bias]
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         index = index.to(torch.int64).contiguous()

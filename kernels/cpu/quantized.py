@@ -72,10 +72,9 @@ class PackedQuantizedWeight(LinearWeight):
             for segment in self.segments
         ]  # fmt: skip
 
-    @property
-    def nbytes(self) -> int:
-        biases = sum(segment.bias.nbytes for segment in self.segments if segment.bias is not None)
-        return sum(segment.packed.nbytes for segment in self.segments) + biases
+    def tensors(self) -> list[torch.Tensor]:
+        biases = [segment.bias for segment in self.segments if segment.bias is not None]
+        return [segment.packed for segment in self.segments] + biases
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out = x * weight^T + bias; x [rows, in_features] with contiguous columns, out contiguous."""

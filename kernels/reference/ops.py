@@ -23,9 +23,8 @@ class ReferenceLinearWeight(LinearWeight):
         self.bias = None if bias is None else bias.float()
         self.activation_dtype = activation_dtype
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         return self.weight[index].to(self.activation_dtype)

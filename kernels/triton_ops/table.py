@@ -44,9 +44,8 @@ class DenseWeight(LinearWeight):
         self.bias = bias
         self.out_features, self.in_features = weight.shape
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         return self.weight[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3"]
 Activation = Literal["silu", "gelu_tanh"]
 
 

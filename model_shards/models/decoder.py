@@ -11,6 +11,7 @@ from shoal.kernels.ops import AttentionMetadata
 from shoal.kernels.page_format import KVPages
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.rotary import rotary_table
+from shoal.model_shards.models.shapes import layer_shapes
 from shoal.model_shards.models.stage import Stage
 from shoal.model_shards.parallel.embedding import ParallelEmbedding, ParallelHead
 from shoal.model_shards.parallel.loader import WeightLoader
@@ -96,20 +97,6 @@ def checkpoint_names(config: ModelConfig, stage: Stage) -> frozenset[str]:
         names.add("model.norm.weight")
         if not config.tie_embeddings:
             names.add("lm_head.weight")
-    projections = {
-        "self_attn.q_proj": config.qkv_bias,
-        "self_attn.k_proj": config.qkv_bias,
-        "self_attn.v_proj": config.qkv_bias,
-        "self_attn.o_proj": config.output_bias,
-        "mlp.gate_proj": config.mlp_bias,
-        "mlp.up_proj": config.mlp_bias,
-        "mlp.down_proj": config.mlp_bias,
-    }
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if config.sandwich_norms else []
-    norms += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
     for layer in stage.layers:
-        prefix = f"model.layers.{layer}"
-        names.update(f"{prefix}.{name}.weight" for name in [*projections, *norms])
-        names.update(f"{prefix}.{name}.bias" for name, bias in projections.items() if bias)
+        names.update(layer_shapes(config, layer).names())
     return frozenset(names)

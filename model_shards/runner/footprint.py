@@ -12,8 +12,9 @@ import torch
 
 from shoal.kernels.page_format import PageFormat
 from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.models.shapes import Projection, layer_shapes
 from shoal.model_shards.models.stage import Stage, cut_stages
-from shoal.model_shards.parallel.split import HeadSplit, split_evenly, vocab_shard_rows
+from shoal.model_shards.parallel.split import HeadSplit, vocab_shard_rows
 from shoal.model_shards.quantization.schemes import LinearShape, WeightScheme
 from shoal.model_shards.runner.device_inputs import packed_bytes
 from shoal.model_shards.weights.names import EMBEDDING, LM_HEAD
@@ -137,28 +138,24 @@ def _activations_per_token(config: ModelConfig, tp_size: int) -> int:
 
 
 def _stage_weights(config: ModelConfig, stage: Stage, scheme: WeightScheme, tp_size: int) -> int:
-    norms = (4 if config.sandwich_norms else 2) * config.hidden_size + (2 * config.head_dim if config.qk_norm else 0)
-    total_norms = norms * len(stage.layers) + (config.hidden_size if stage.is_last else 0)
-    matrices = sum(map(scheme.linear_bytes, _linears(config, stage, tp_size)))
-    return matrices + total_norms * torch.float32.itemsize
+    shapes = [layer_shapes(config, layer) for layer in stage.layers]
+    fp32 = sum(sum(layer.vectors.values()) for layer in shapes) + (config.hidden_size if stage.is_last else 0)
+    projections = [projection for layer in shapes for projection in layer.projections]
+    matrices = sum(scheme.linear_bytes(_linear(config, projection, tp_size)) for projection in projections)
+    matrices += sum(map(scheme.linear_bytes, _tables(config, stage, tp_size)))
+    return matrices + fp32 * torch.float32.itemsize
 
 
-def _linears(config: ModelConfig, stage: Stage, tp_size: int) -> Iterator[LinearShape]:
-    """What the stage's layers ask for, on its heaviest rank, embedding and head included."""
-    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
-    hidden, inner = config.hidden_size, len(split_evenly("intermediate_size", config.intermediate_size, tp_size, 0))
-    query, kv = heads.num_heads * config.head_dim, heads.num_kv_heads * config.head_dim
+def _linear(config: ModelConfig, projection: Projection, tp_size: int) -> LinearShape:
+    """A rank's part of one operator."""
+    shapes = [matrix.rank_shape(config, tp_size) for matrix in projection.matrices]
+    names = tuple(f"{matrix.name}.weight" for matrix in projection.matrices)
+    return LinearShape(names, tuple(rows for rows, _ in shapes), shapes[0][1], projection.bias)
 
-    def linear(prefix: str, names: str, rows: tuple[int, ...], cols: int, bias: bool) -> LinearShape:
-        return LinearShape(tuple(f"{prefix}.{name}.weight" for name in names.split()), rows, cols, bias)
 
-    for layer in stage.layers:
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        yield linear(attention, "q_proj k_proj v_proj", (query, kv, kv), hidden, config.qkv_bias)
-        yield linear(attention, "o_proj", (hidden,), query, config.output_bias)
-        yield linear(mlp, "gate_proj up_proj", (inner, inner), hidden, config.mlp_bias)
-        yield linear(mlp, "down_proj", (hidden,), inner, config.mlp_bias)
-    rows = (vocab_shard_rows(config.vocab_size, tp_size),)
+def _tables(config: ModelConfig, stage: Stage, tp_size: int) -> Iterator[LinearShape]:
+    """Embedding and head, on the heaviest rank."""
+    rows, hidden = (vocab_shard_rows(config.vocab_size, tp_size),), config.hidden_size
     if stage.is_last:
         yield LinearShape((EMBEDDING if config.tie_embeddings else LM_HEAD,), rows, hidden)
     if stage.is_first and not (stage.is_last and config.tie_embeddings):

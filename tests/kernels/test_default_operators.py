@@ -56,6 +56,52 @@ def test_rms_norm_rows_are_rows_of_the_norm(ops: Ops) -> None:
     assert torch.equal(ops.rms_norm_rows(x, rows, weight, 1e-5), ops.rms_norm(x[rows], weight, 1e-5)[0])
 
 
+def grouped(ops: Ops, counts: list[int], *, spare: int = 0) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Input, matrices [7, 5] and result of a grouped product with so many rows a group, `spare` rows in none."""
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    x, matrices = torch.randn(sum(counts) + spare, 5), [torch.randn(7, 5) for _ in counts]
+    return x, matrices, ops.grouped_linear(x, ops.prepare_grouped(matrix.clone() for matrix in matrices), starts)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 1, 9], [0, 0, 2, 0], [0, 0, 0], [20]])
+def test_each_group_of_rows_meets_its_own_matrix(ops: Ops, counts: list[int]) -> None:
+    x, matrices, out = grouped(ops, counts, spare=2)
+    assert (out.shape, out.dtype) == ((sum(counts) + 2, 7), ops.activation_dtype)
+    start = 0
+    for count, matrix in zip(counts, matrices, strict=True):
+        rows = slice(start, start + count)
+        torch.testing.assert_close(out[rows], x[rows] @ matrix.T, atol=1e-5, rtol=1e-5)
+        if ops.batch_invariant:
+            assert torch.equal(out[rows], ops.linear(x[rows], ops.prepare_linear(matrix)))
+        start += count
+
+
+def test_no_rows_at_all_are_grouped(ops: Ops) -> None:
+    assert grouped(ops, [0, 0])[2].shape == (0, 7)
+
+
+def test_a_group_is_replaced_in_place(ops: Ops) -> None:
+    """What a rebalancing does: the tensors of one slot overwritten with those of another."""
+    matrices = [torch.randn(7, 5) for _ in range(3)]
+    weight, other = (
+        ops.prepare_grouped([matrix.clone() for matrix in chosen]) for chosen in (matrices, matrices[::-1])
+    )
+    for mine, theirs in zip(weight.slot_tensors(0), other.slot_tensors(0), strict=True):
+        mine.copy_(theirs)
+    x, starts = torch.randn(4, 5), torch.tensor([0, 3, 3, 4], dtype=torch.int32)
+    expected = torch.cat([x[:3] @ matrices[2].T, x[3:] @ matrices[2].T])
+    torch.testing.assert_close(ops.grouped_linear(x, weight, starts), expected, atol=1e-5, rtol=1e-5)
+    assert weight.nbytes == sum(tensor.nbytes for slot in range(3) for tensor in weight.slot_tensors(slot))
+    assert (weight.num_groups, weight.out_features, weight.in_features) == (3, 7, 5)
+
+
+def test_groups_of_unlike_shapes_are_refused(ops: Ops) -> None:
+    with pytest.raises(ValueError, match=r"\[7, 5\] and \[6, 5\]"):
+        ops.prepare_grouped([torch.randn(7, 5), torch.randn(6, 5)])
+    with pytest.raises(ValueError, match="at least one group"):
+        ops.prepare_grouped([])
+
+
 def test_sample_draws_and_flags() -> None:
     ops = BACKENDS["reference"].make(torch.device("cpu"), torch.float32)
     logits = torch.tensor(
