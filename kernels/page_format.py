@@ -21,6 +21,9 @@ class PageFormat:
     cpu_packed (native CPU unit):  K is [num_blocks, num_kv_heads, head_dim / 2, block_size, 2], so that one vector
     load holds one pair of channels of consecutive tokens and dot products need no horizontal sums; V is
     [num_blocks, num_kv_heads, block_size, head_dim]. The block size is a multiple of 16.
+
+    Latent pages (`latent`) have one vector a token for all heads: K is [num_blocks, block_size, 1, head_dim] in either
+    layout, and V has width 0, since the values are the first channels of the keys.
     """
 
     layout: Layout
@@ -30,6 +33,13 @@ class PageFormat:
     """On this rank."""
     head_dim: int
     dtype: torch.dtype
+    is_latent: bool = False
+
+    @classmethod
+    def latent(cls, layout: Layout, block_size: int, width: int, dtype: torch.dtype) -> PageFormat:
+        """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): `width` numbers a token, the normed latent
+        and behind it the rotated key that all heads share."""
+        return cls(layout, block_size, 1, width, dtype, is_latent=True)
 
     def __post_init__(self) -> None:
         if self.layout == "cpu_packed" and (self.block_size % 16 or self.head_dim % 2):
@@ -42,14 +52,17 @@ class PageFormat:
     @property
     def bytes_per_block(self) -> int:
         """K and V of one block in one layer."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        vectors = 1 if self.is_latent else 2
+        return vectors * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def k_shape(self, num_blocks: int) -> tuple[int, ...]:
-        if self.layout == "cpu_packed":
+        if self.layout == "cpu_packed" and not self.is_latent:
             return (num_blocks, self.num_kv_heads, self.head_dim // 2, self.block_size, 2)
         return (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
     def v_shape(self, num_blocks: int) -> tuple[int, ...]:
+        if self.is_latent:
+            return (num_blocks, self.block_size, 1, 0)
         if self.layout == "cpu_packed":
             return (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         return (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
@@ -74,9 +87,10 @@ class KVPages:
     v: torch.Tensor
 
     def canonical(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of these blocks as [len(block_ids), block_size, num_kv_heads, head_dim] (a copy)."""
+        """K and V of these blocks as [len(block_ids), block_size, num_kv_heads, head_dim] (a copy); the V of latent
+        pages has width 0."""
         k, v = self.k[block_ids], self.v[block_ids]
-        if self.format.layout == "cpu_packed":
+        if self.format.layout == "cpu_packed" and not self.format.is_latent:
             k = k.permute(0, 3, 1, 2, 4).flatten(3)
             v = v.transpose(1, 2)
         return k, v

@@ -7,6 +7,9 @@
 // (widened.h), with the same order of additions. Blocks and segments lie at fixed positions and a key that a row may
 // not see contributes exact zeros, so a query's result has the same bits in any batch, in any chunk, and whether its
 // segments were computed one after another or by several threads.
+//
+// Latent attention (DeepSeek-AI 2024, arXiv:2405.04434, with the keys' projection absorbed into the queries) is the same
+// with one key a token for all heads, of which the first channels are the value: rows are many, and always widened.
 
 #include <vector>
 
@@ -23,7 +26,7 @@ constexpr float LN2 = 0.693147181f, LOG2E = 1.44269504f;
 constexpr i64 WAKE_WORK = 64 << 10;  // row * key * channel, as `worthwhile` counts
 
 struct Shape {
-    i64 seqs, heads, kv_heads, dim, block_size, table_stride, q_stride, window;  // window 0: none
+    i64 seqs, heads, kv_heads, dim, value_dim, block_size, table_stride, q_stride, window;  // window 0: none
 };
 
 struct Tile {
@@ -79,17 +82,24 @@ struct Workspace {
     }
 };
 
-template <class E>
+// Queries of latent attention come in two parts: [tokens, heads, value_dim], and the rotated rest of `dim`.
+struct RotatedQueries {
+    const float* data;
+    i64 stride;  // from token to token
+};
+
+template <class E, bool LATENT>
 struct Attention {
     Shape s;
     const float* q;
+    RotatedQueries rotated;  // LATENT only
     const E *k, *v;
     const std::int32_t *query_start, *seq_lens, *tables;
     float scale;
     float *out, *lse;
 
     i64 group() const { return s.heads / s.kv_heads; }
-    i64 width() const { return (s.dim + PANEL - 1) / PANEL * PANEL; }
+    i64 width() const { return (s.value_dim + PANEL - 1) / PANEL * PANEL; }
     i64 rows(const Tile& t) const { return t.tokens * group(); }
     i64 cost(const Tile& t) const { return rows(t) * t.segments() * SEGMENT; }
 
@@ -100,6 +110,19 @@ struct Attention {
             const float* from = q + (t.first_row + i) * s.q_stride + t.head * group() * s.dim;
             for (i64 j = 0; j < group(); j++) w.position[row++] = static_cast<std::int32_t>(t.position + i);
             for (i64 j = 0; j < group() * s.dim; j++) *to++ = from[j] * (scale * LOG2E);
+        }
+    }
+    void load_latent_queries(const Tile& t, const Workspace& w) const {
+        const i64 rest = s.dim - s.value_dim;
+        float* to = w.queries;
+        for (i64 i = 0, row = 0; i < t.tokens; i++) {
+            const float *from = q + (t.first_row + i) * s.q_stride;
+            const float *second = rotated.data + (t.first_row + i) * rotated.stride;
+            for (i64 j = 0; j < s.heads; j++, from += s.value_dim, second += rest) {
+                w.position[row++] = static_cast<std::int32_t>(t.position + i);
+                for (i64 c = 0; c < s.value_dim; c++) *to++ = from[c] * (scale * LOG2E);
+                for (i64 c = 0; c < rest; c++) *to++ = second[c] * (scale * LOG2E);
+            }
         }
     }
 
@@ -113,8 +136,8 @@ struct Attention {
         const i64 block = tables[t.seq * s.table_stride + index];
         return {(block * s.kv_heads + t.head) * s.block_size * s.dim, (number - index * a_block) * GRANULE};
     }
-    const E* keys(Place p) const { return k + p.head + p.offset * 2; }
-    const E* values(Place p) const { return v + p.head + p.offset * s.dim; }
+    const E* keys(Place p) const { return k + p.head + p.offset * (LATENT ? s.dim : 2); }
+    const E* values(Place p) const { return LATENT ? keys(p) : v + p.head + p.offset * s.dim; }
 
     // The block at `base` with the keys [from, to) of tile t; granules beyond the tile's own are those of `next`.
     Block<E> block(const Tile& t, const Tile* next, i64 base, i64 from, i64 to) const {
@@ -150,9 +173,10 @@ struct Attention {
     }
 
     void many_rows(const Tile& t, const Workspace& w, const Block<E>& b, const Running& run, float* acc) const {
-        const widened::Panels panels(w.panels, s.dim, width());
-        widened::keys(b, panels);
-        widened::values(b, panels);
+        const widened::Panels panels(w.panels, s.dim, s.value_dim, width());
+        if constexpr (LATENT) widened::key_rows(b, panels);
+        else widened::keys(b, panels);
+        widened::values(b, s.dim, panels);
         by_rows(rows(t), ROW_BLOCK, [&](i64 row, i64 size) {
             const i64 end = std::min<i64>(b.end, w.position[row + size - 1] + 1 - b.base);
             const i64 hidden = s.window ? w.position[row] + 1 - s.window - b.base : 0;
@@ -173,8 +197,12 @@ struct Attention {
         std::fill(w.totals, w.totals + rows(t) * VL, 0.0f);
         for (i64 base = from / KEYS * KEYS; base < to; base += KEYS) {
             const Block<E> b = block(t, next, base, from, to);
-            if (rows(t) <= direct::MOST_TIMES * direct::ROWS_AT_ONCE<E>) few_rows(t, w, b, run, p.acc);
-            else many_rows(t, w, b, run, p.acc);
+            if constexpr (!LATENT)
+                if (rows(t) <= direct::MOST_TIMES * direct::ROWS_AT_ONCE<E>) {
+                    few_rows(t, w, b, run, p.acc);
+                    continue;
+                }
+            many_rows(t, w, b, run, p.acc);
         }
         for (i64 r = 0; r < rows(t); r++) p.total[r] = sum(load(w.totals + r * VL));
     }
@@ -184,14 +212,14 @@ struct Attention {
         for (i64 r = 0; r < rows(t); r++) {
             const i64 row = (t.first_row + r / heads) * s.heads + t.head * heads + r % heads;
             const float inverse = 1.0f / p.total[r];
-            float *to = out + row * s.dim, *acc = p.acc + r * width();
+            float *to = out + row * s.value_dim, *acc = p.acc + r * width();
             i64 c = 0;
-            for (; c + PANEL <= s.dim; c += PANEL) {
+            for (; c + PANEL <= s.value_dim; c += PANEL) {
                 vf first = load(acc + c) * inverse, second = load(acc + c + VL) * inverse, a, b;
                 in_order(first, second, a, b, k);
                 store(to + c, a), store(to + c + VL, b);
             }
-            for (; c < s.dim; c++) to[c] = acc[c] * inverse;
+            for (; c < s.value_dim; c++) to[c] = acc[c] * inverse;
             if (lse) lse[row] = (p.peak[r] + std::log2(p.total[r])) * LN2;
         }
     }
@@ -215,7 +243,8 @@ struct Attention {
     }
 
     void run(i64 num_tokens, int threads) const {
-        std::fill(out + query_start[s.seqs] * s.heads * s.dim, out + num_tokens * s.heads * s.dim, 0.0f);
+        const i64 token = s.heads * s.value_dim;
+        std::fill(out + query_start[s.seqs] * token, out + num_tokens * token, 0.0f);
         std::vector<Tile> list = tiles();
         i64 work = 0, max_rows = 0;
         for (const Tile& t : list) work += cost(t), max_rows = std::max(max_rows, rows(t));
@@ -248,7 +277,8 @@ struct Attention {
             const Tile* next = i + threads < i64(tasks.size()) ? tasks[i + threads].tile : nullptr;
             float* partials = own.get(2 * size + Workspace::floats(max_rows, s.dim, width()));
             const Workspace w(partials + 2 * size, max_rows, s.dim, width());
-            load_queries(t, w);
+            if constexpr (LATENT) load_latent_queries(t, w);
+            else load_queries(t, w);
             if (tasks[i].segment >= 0) {
                 Partial p = partial(t, tasks[i].segment);
                 p.clear(rows(t), width());
@@ -286,13 +316,32 @@ extern "C" void shoal_paged_attention(const float* q, const void* k, const void*
                                       i64 num_tokens, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
-    if (bytes == 2)
-        Attention<std::uint16_t>{
-            s, q, (const std::uint16_t*)k, (const std::uint16_t*)v, query_start, seq_lens, tables, scale, out, lse}
-            .run(num_tokens, threads);
-    else
-        Attention<float>{s, q, (const float*)k, (const float*)v, query_start, seq_lens, tables, scale, out, lse}.run(
+    auto run = [&](auto* keys, auto* values) {
+        using E = std::remove_const_t<std::remove_pointer_t<decltype(keys)>>;
+        Attention<E, false>{s, q, {}, keys, values, query_start, seq_lens, tables, scale, out, lse}.run(
             num_tokens, threads);
+    };
+    if (bytes == 2) run((const std::uint16_t*)k, (const std::uint16_t*)v);
+    else run((const float*)k, (const float*)v);
+}
+
+// The same for latent pages [num_blocks, block_size, dim]: q [num_tokens, heads, value_dim] and q_rotated [num_tokens,
+// heads, dim - value_dim], tokens rotated_stride floats apart -> out [num_tokens, heads, value_dim].
+extern "C" void shoal_mla_attention(const float* q, const float* q_rotated, i64 rotated_stride, const void* pages,
+                                    int bytes, const std::int32_t* query_start, const std::int32_t* seq_lens,
+                                    const std::int32_t* tables, const i64* shape, float scale, float* out,
+                                    i64 num_tokens, int threads) {
+    Shape s;
+    std::memcpy(&s, shape, sizeof s);
+    auto run = [&](auto* rows) {
+        using E = std::remove_const_t<std::remove_pointer_t<decltype(rows)>>;
+        Attention<E, true>{
+            s, q, {q_rotated, rotated_stride}, rows, rows, query_start, seq_lens, tables, scale, out, nullptr}
+            .run(num_tokens, threads);
+    };
+    if (bytes == 2) run((const std::uint16_t*)pages);
+    else run((const float*)pages);
 }
 
 SHOAL_REPLAYABLE(paged_attention)
+SHOAL_REPLAYABLE(mla_attention)

@@ -185,7 +185,25 @@ void shoal_linear(const float* x, i64 x_stride, const void* packed, int bytes, c
     else
         Linear<float>{in, (const float*)packed, bias, output, rows, depth, panels, threads}.run();
 }
+
+// x [rows, heads, depth] (rows x_stride floats apart) -> out [rows, heads, outputs], contiguous: head h meets the weight
+// packed[h], whose elements are of 2 or 4 bytes. A product of a head is one thread's.
+void shoal_head_linear(const float* x, i64 x_stride, const void* const* packed, int bytes, float* out, i64 rows,
+                       i64 heads, i64 outputs, i64 depth, int threads) {
+    i64 panels = ceil_div(outputs, NR);
+    if (rows == 0) return;
+    threads = worthwhile(threads, heads * panels * NR * depth * bytes * ceil_div(rows, MR), WAKE_BYTES);
+    parallel_for(heads, threads, [&](i64 h) {
+        Output output{out + h * outputs, heads * outputs, outputs};
+        Rows in{x + h * depth, x_stride};
+        if (bytes == 2)
+            Linear<std::uint16_t>{in, (const std::uint16_t*)packed[h], nullptr, output, rows, depth, panels, 1}.run();
+        else
+            Linear<float>{in, (const float*)packed[h], nullptr, output, rows, depth, panels, 1}.run();
+    });
+}
 }
 
 SHOAL_REPLAYABLE(weight_rows)
 SHOAL_REPLAYABLE(linear)
+SHOAL_REPLAYABLE(head_linear)

@@ -18,6 +18,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_weight": (_P, _I, _L, _L, _P, _I),
     "weight_rows": (_P, _I, _L, _P, _L, _P, _I),
     "linear": (_P, _L, _P, _I, _P, _P, _L, _L, _L, _I),
+    "head_linear": (_P, _L, _P, _I, _P, _L, _L, _L, _L, _I),
     "pack_quantized": (_I, _P, _P, _P, _L, _L, _P, _I),
     "quantized_rows": (_I, _P, _L, _P, _L, _P, _I),
     "quantized_linear": (_I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
@@ -28,6 +29,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "store_kv": (_P, _L, _P, _L, _P, _P, _I, _P, _L, _L, _L, _L, _I),
     "sample": (_P, _L, _P, _L, _L, _P, _P, _I),
     "paged_attention": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _P, _P, _L, _I),
+    "rotary_store_latent": (_P, _L, _P, _L, _P, _F, _P, _P, _P, _I, _P, _L, _P, _I),
+    "mla_attention": (_P, _P, _L, _P, _I, _P, _P, _P, _P, _F, _P, _L, _I),
     "run_program": (_P, _L),
     "add": (_P, _P, _P, _L),
     "scale": (_P, _F, _P, _L),
@@ -43,6 +46,7 @@ class Native:
     pack_weight: Callable[..., None]
     weight_rows: Callable[..., None]
     linear: Callable[..., None]
+    head_linear: Callable[..., None]
     pack_quantized: Callable[..., None]
     quantized_rows: Callable[..., None]
     quantized_linear: Callable[..., None]
@@ -53,6 +57,8 @@ class Native:
     store_kv: Callable[..., None]
     sample: Callable[..., None]
     paged_attention: Callable[..., None]
+    rotary_store_latent: Callable[..., None]
+    mla_attention: Callable[..., None]
     run_program: Callable[..., None]
     add: Callable[..., None]
     scale: Callable[..., None]

@@ -24,7 +24,7 @@ from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.quantized import QuantizedMatrix
 
-_Shape = ctypes.c_int64 * 8
+_Shape = ctypes.c_int64 * 9
 _STORED = (torch.float32, torch.bfloat16)
 
 
@@ -192,7 +192,9 @@ class CpuOps(Ops):
         if self._checked:
             checks.check_attention(meta, pages, tokens)
         num_seqs, table_width = meta.block_tables.shape
-        shape = _Shape(num_seqs, heads, page.num_kv_heads, dim, page.block_size, table_width, q.stride(0), window or 0)
+        shape = _Shape(
+            num_seqs, heads, page.num_kv_heads, dim, dim, page.block_size, table_width, q.stride(0), window or 0
+        )
         out = torch.empty((tokens, heads, dim))
         self._native.paged_attention(
             q.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(), page.dtype.itemsize, meta.query_start.data_ptr(),

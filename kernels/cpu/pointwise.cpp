@@ -143,6 +143,30 @@ void shoal_store_kv(const float* k, i64 k_stride, const float* v, i64 v_stride, 
         else to((float*)k_pages, (float*)v_pages);
     });
 }
+
+// Between the projections and latent attention. q [tokens, heads, rope] is rotated in place (tokens q_stride floats
+// apart); of kv [tokens, latent + rope] (kv_stride apart) the latent is normed and the rest rotated, into their slots of
+// pages [slots, latent + rope] of 2 (bfloat16) or 4 bytes an element; slot < 0: nowhere. shape: heads, latent, rope.
+void shoal_rotary_store_latent(float* q, i64 q_stride, const float* kv, i64 kv_stride, const float* weight, float eps,
+                               const i64* positions, const float* cos_sin, void* pages, int bytes, const i64* slots,
+                               i64 tokens, const i64* shape, int threads) {
+    const i64 heads = shape[0], latent = shape[1], rope = shape[2], width = latent + rope;
+    for_rows(tokens, heads * rope + width, threads, [&](i64 t) {
+        const float *cos = cos_sin + positions[t] * rope, *sin = cos + rope / 2;
+        for (i64 h = 0; h < heads; h++) rotate(q + t * q_stride + h * rope, cos, sin, rope / 2);
+        if (slots[t] < 0) return;
+        static thread_local Scratch scratch;
+        float* row = scratch.get(width);
+        normalise(kv + t * kv_stride, weight, eps, row, latent);
+        std::copy(kv + t * kv_stride + latent, kv + t * kv_stride + width, row + latent);
+        rotate(row + latent, cos, sin, rope / 2);
+        auto to = [&](auto* page) {
+            for (i64 i = 0; i < width; i++) narrow(row[i], page[slots[t] * width + i]);
+        };
+        if (bytes == 2) to((std::uint16_t*)pages);
+        else to((float*)pages);
+    });
+}
 }
 
 SHOAL_REPLAYABLE(rms_norm)
@@ -150,3 +174,4 @@ SHOAL_REPLAYABLE(head_rms_norm)
 SHOAL_REPLAYABLE(rotary)
 SHOAL_REPLAYABLE(gated)
 SHOAL_REPLAYABLE(store_kv)
+SHOAL_REPLAYABLE(rotary_store_latent)
