@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shoal.kernels.ops import LinearWeight, Ops
+from shoal.kernels.ops import GroupedWeight, GroupMatrix, LinearWeight, Ops
 from shoal.kernels.quantized import QuantizedMatrix
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.quantization.schemes import Matrix, WeightScheme
@@ -41,18 +41,33 @@ class WeightLoader:
 
     def norm(self, name: str, size: int, offset: float) -> torch.Tensor:
         """An RMSNorm's multiplier: fp32, with the family's offset already in it."""
-        return (self.reader.read(name, (size,), torch.float32) + offset).to(self.device)
+        return self.fp32(name, (size,)) + offset
+
+    def fp32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that is kept whole and in fp32, whatever the weights are."""
+        return self.reader.read(name, shape, torch.float32).to(self.device)
 
     def linear(self, weights: Sequence[Matrix], biases: list[torch.Tensor]) -> LinearWeight:
         """One operator out of parts stacked along the output features; dense when any of them is."""
         bias = torch.cat(biases) if biases else None
+        stacked = self._stacked(weights)
+        if isinstance(stacked, torch.Tensor):
+            return self.ops.prepare_linear(stacked, bias)
+        return self.ops.prepare_quantized(stacked, bias)
+
+    def grouped(self, groups: Iterable[Sequence[Matrix]]) -> GroupedWeight:
+        """One operator for each group (an expert), out of parts as in `linear`. Groups are read as they are wanted, so
+        that no more than one is held twice."""
+        return self.ops.prepare_grouped(self._stacked(parts) for parts in groups)
+
+    def _stacked(self, weights: Sequence[Matrix]) -> GroupMatrix:
         quantized = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
         if len(quantized) == len(weights):
-            return self.ops.prepare_quantized(quantized, bias)
+            return quantized
         dense = [
             weight.dequantize().to(self.dtype) if isinstance(weight, QuantizedMatrix) else weight for weight in weights
         ]
-        return self.ops.prepare_linear(dense[0] if len(dense) == 1 else torch.cat(dense), bias)
+        return dense[0] if len(dense) == 1 else torch.cat(dense)
 
 
 def _slice(part: range | None) -> slice:
