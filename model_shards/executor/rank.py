@@ -1,7 +1,8 @@
-"""The main program of one rank process: `python -m shoal.model_shards.executor.rank FD`.
+"""One rank: joins the others, loads its part of the model, and runs the plans that come, until it is told to stop.
 
-It is started by MultiprocessExecutor with one end of a socket pair, gets its settings there, and then plans. A reader
-thread drains the socket while the main thread computes; when the parent is gone it ends the process at once.
+`serve_rank` is all of that; how the rank is started and reached is given to it. As the main program of a process,
+`python -m shoal.model_shards.executor.rank FD`, it is MultiprocessExecutor's: it gets one end of a socket pair. A
+reader thread drains the socket while the main thread computes; when the parent is gone it ends the process at once.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from shoal.configs.errors import ShoalError
 from shoal.model_shards.engine.plan import StepPlan
@@ -29,76 +32,115 @@ from shoal.model_shards.runner.settings import RunnerSettings
 
 _PARENT_CHECK_S = 1.0
 
-Inbox = queue.SimpleQueue[list[Any]]
+
+class RankLink(Protocol):
+    """A rank's end of the way to its executor. Messages are lists [kind, ...]; see `ranked.py`."""
+
+    def send(self, *message: Any) -> None:
+        """From any thread. Raises OSError when the executor is gone."""
+
+    def receive(self) -> list[Any]:
+        """Waits for the next message."""
 
 
-class _LogToParent(logging.Handler):
-    """Log records of the rank are the parent's to print, in its format."""
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a rank is told before it starts."""
 
-    def __init__(self, channel: Channel) -> None:
+    rank: int
+    settings: RunnerSettings
+    rendezvous: str | Store
+    """A torch init method, or the store that the ranks share."""
+    step_timeout_s: float
+
+
+class _LogToExecutor(logging.Handler):
+    """Log records of the rank are the executor's process's to print, in its format."""
+
+    def __init__(self, link: RankLink) -> None:
         super().__init__()
-        self.channel = channel
+        self._link = link
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.channel.send("log", record.levelno, record.name, record.getMessage())
+            self._link.send("log", record.levelno, record.name, record.getMessage())
         except OSError:
             self.handleError(record)
 
 
-def main(fd: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
-    channel = Channel(socket.socket(fileno=fd))
-    inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(channel, inbox, os.getppid()), daemon=True).start()
-    logging.basicConfig(level=logging.INFO, handlers=[_LogToParent(channel)], force=True)
+def serve_rank(link: RankLink, start: RankStart) -> bool:
+    """Returns when the executor says stop (True), or when the rank failed (False), which the executor is told.
+    Afterwards the process is to end: tearing down torch would take seconds and can hang on a peer that is gone."""
+    logging.basicConfig(level=logging.INFO, handlers=[_LogToExecutor(link)], force=True)
     try:
-        _serve(channel, inbox)
+        _serve(link, start)
     except ShoalError as error:
-        channel.send("failed", type(error).__name__, error.message)
-        return 1
+        link.send("failed", type(error).__name__, error.message)
+        return False
     except Exception as error:
         logging.getLogger(__name__).exception("the rank failed")
-        channel.send("failed", type(error).__name__, f"{type(error).__name__}: {error}")
-        return 1
-    return 0
+        link.send("failed", type(error).__name__, f"{type(error).__name__}: {error}")
+        return False
+    return True
 
 
-def _serve(channel: Channel, inbox: Inbox) -> None:
-    _, rank, wire, rendezvous, timeout_s = inbox.get()
-    settings = RunnerSettings.from_wire(wire)
+def _serve(link: RankLink, start: RankStart) -> None:
+    settings = start.settings
     set_compute_threads(settings)
-    position = settings.mesh.position(rank)
-    device = rank_device(settings.device, rank)
+    device = rank_device(settings.device, start.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    context = ParallelContext.connect(position, rendezvous, device, timeout_s)
+    position = settings.mesh.position(start.rank)
+    context = ParallelContext.connect(position, start.rendezvous, device, start.step_timeout_s)
     runner = ModelRunner(settings, context)
-    channel.send("ready")
+    link.send("ready")
     while True:
-        kind, *body = inbox.get()
+        kind, *body = link.receive()
         if kind == "stop":
             context.close()
             return
         output = runner.execute(StepPlan.from_wire(body[0]))
         if runner.samples:
-            channel.send("result", output_to_wire(output))
+            link.send("result", output_to_wire(output))
 
 
-def _read(channel: Channel, inbox: Inbox, parent: int) -> None:
-    """Forwards messages; ends the process when the parent does, even in the middle of a step."""
-    try:
-        while os.getppid() == parent:  # asked too, since another process may hold a forked copy of the parent's end
-            readable, _, _ = select.select([channel], [], [], _PARENT_CHECK_S)
-            for message in channel.receive() if readable else ():
-                inbox.put(message)
-    except EOFError:
-        pass  # the usual way of learning that the parent is gone
-    finally:
-        os._exit(1)
+# --- as a process of its own ------------------------------------------------------------------------------------------
+
+
+class _ChannelLink:
+    """Messages over the socket pair; a thread reads them, so that a sender never waits for a step to end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.send = channel.send
+        self._channel = channel
+        self._inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(os.getppid(),), daemon=True).start()
+
+    def receive(self) -> list[Any]:
+        return self._inbox.get()
+
+    def _read(self, parent: int) -> None:
+        """Forwards messages; ends the process when the parent does, even in the middle of a step."""
+        try:
+            while os.getppid() == parent:  # asked too: another process may hold a forked copy of the parent's end
+                readable, _, _ = select.select([self._channel], [], [], _PARENT_CHECK_S)
+                for message in self._channel.receive() if readable else ():
+                    self._inbox.put(message)
+        except EOFError:
+            pass  # the usual way of learning that the parent is gone
+        finally:
+            os._exit(1)
+
+
+def main(fd: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+    link = _ChannelLink(Channel(socket.socket(fileno=fd)))
+    _, rank, wire, rendezvous, step_timeout_s = link.receive()
+    start = RankStart(rank, RunnerSettings.from_wire(wire), rendezvous, step_timeout_s)
+    return 0 if serve_rank(link, start) else 1
 
 
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(code)  # tearing down torch would take seconds and can hang on a peer that is gone
+    os._exit(code)

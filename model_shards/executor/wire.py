@@ -1,4 +1,4 @@
-"""StepOutput as plain values for msgpack."""
+"""StepOutput as plain values for msgpack, and the outputs of several ranks as one."""
 
 from __future__ import annotations
 
@@ -30,3 +30,21 @@ def output_from_wire(wire: list[Any]) -> StepOutput:
         {seq_id: [TokenLogprobs.from_wire(item) for item in items] for seq_id, items in prompt_logprobs},
         dict(errors),
     )
+
+
+def merge_outputs(parts: list[StepOutput]) -> StepOutput:
+    """What the sampling ranks of one step's data-parallel parts gave, in the order of the parts. Their sequences are
+    different ones."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    assert all(part.step_id == first.step_id for part in parts)
+    merged = StepOutput(first.step_id)
+    for part in parts:
+        merged.seq_ids += part.seq_ids
+        merged.generations += part.generations
+        merged.token_ids += part.token_ids
+        merged.logprobs += part.logprobs
+        merged.prompt_logprobs |= part.prompt_logprobs
+        merged.errors |= part.errors
+    return merged

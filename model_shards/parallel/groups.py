@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shoal.model_shards.parallel.mesh import MeshPosition
 
@@ -27,10 +29,13 @@ class Groups:
     """All ranks, over gloo whatever the device: token ids."""
 
     @classmethod
-    def create(cls, position: MeshPosition, rendezvous: str, device: torch.device, timeout: timedelta) -> Groups:
+    def create(
+        cls, position: MeshPosition, rendezvous: str | Store, device: torch.device, timeout: timedelta
+    ) -> Groups:
         assert not dist.is_initialized(), "a process is one rank of one group"
         world = position.world_size
-        dist.init_process_group("gloo", init_method=rendezvous, rank=position.rank, world_size=world, timeout=timeout)
+        where: dict[str, Any] = {"init_method" if isinstance(rendezvous, str) else "store": rendezvous}
+        dist.init_process_group("gloo", rank=position.rank, world_size=world, timeout=timeout, **where)
         backend = "nccl" if device.type == "cuda" else "gloo"
         positions = position.shape.positions()
 
