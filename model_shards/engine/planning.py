@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shoal.kvcache.manager import KVCacheManager
 from shoal.model_shards.engine.budget import StepBudget
-from shoal.model_shards.engine.pacing import StepPacer
+from shoal.model_shards.engine.pacing import SMALLEST_PIECE, StepPacer
 from shoal.model_shards.engine.plan import ScheduledChunk, StepPlan
 from shoal.model_shards.engine.policy import Policy
 from shoal.model_shards.engine.roster import Roster
@@ -18,6 +18,9 @@ from shoal.model_shards.engine.step_cost import StepShape
 _TURN = 4
 """Every so many steps prompts are served in the policy's order, in the others the shortest rest first: the first by the
 policy has at least this part of what prompts get."""
+_LEAST = 16
+"""A micro-batch takes this part of its token budget of prompts, if there are so many: smaller pieces cost more in steps
+than even steps gain."""
 
 
 @dataclass(slots=True)
@@ -103,13 +106,13 @@ class Planner:
             short_of_room = short_of_room and self._kv.num_free_blocks < self._room_for(candidate)
 
     def _decode(self, step: PlannedStep) -> None:
-        """Sequences one token short, best first. Only here can a block be missing (a prefill got all of its blocks
-        when it was admitted), and the victim is the worst of all running ones: it comes later in this order or is a
-        prefill, so it is never already in the plan. The best one is never a victim of others, and alone it fits
-        (`output_limit`), so it always gets to its end: no livelock."""
+        """Sequences one token short whose turn it is, best first. Only here can a block be missing (a prefill got all
+        of its blocks when it was admitted), and the victim is the worst of all running ones: it comes later in this
+        order, is a prefill, or in another micro-batch, so it is never already in the plan. The best one is never a
+        victim of others, and alone it fits (`output_limit`), so it always gets to its end: no livelock."""
         running = self._roster.running
-        for sequence in list(running):
-            if sequence.status is not SequenceStatus.RUNNING or sequence.num_remaining != 1:
+        for sequence in self._whose_turn_it_is(step.plan.step_id):
+            if sequence.status is not SequenceStatus.RUNNING:
                 continue
             blocks = self._kv.allocate(sequence.seq_id, sequence.num_computed_tokens + 1)
             while blocks is None:
@@ -121,6 +124,17 @@ class Planner:
                 blocks = self._kv.allocate(sequence.seq_id, sequence.num_computed_tokens + 1)
             if blocks is not None:
                 self._take(sequence, 1, blocks, step)
+
+    def _whose_turn_it_is(self, step_id: int) -> list[Sequence]:
+        """Of the sequences one token short: an m-th, where m micro-batches take turns, and of them those whose turn
+        came first, so that batches are even and stay so whoever comes and goes. In the policy's order."""
+        short = [sequence for sequence in self._roster.running if sequence.num_remaining == 1]
+        ready = [sequence for sequence in short if sequence.num_placeholders == 0 or sequence.turn <= step_id]
+        share = -(-len(short) // self._settings.micro_batches)
+        if len(ready) > share:
+            first = sorted(ready, key=lambda sequence: sequence.turn)[:share]
+            ready = sorted(first, key=self._policy.key)
+        return ready
 
     def _fork(self, step: PlannedStep) -> None:
         """Held samples share the prompt once it is computed in earlier steps. All but its last token: that one the
@@ -157,6 +171,9 @@ class Planner:
         order = self._policy.key if in_turn else self._policy.piece_key
         in_progress = deque(sorted((s for s in self._roster.running if s.num_remaining > 1), key=order))
         budget.partial_prefills -= sum(not self._is_short(sequence) for sequence in in_progress)
+        if self._settings.micro_batches > 1:
+            outstanding = self._roster.waiting.num_tokens + sum(sequence.num_remaining for sequence in in_progress)
+            budget.tokens = min(budget.tokens, self._share_of_prompts(outstanding))
         candidate = self._candidate(step, in_turn)
         while budget.tokens > 0:
             if candidate is not None and not (in_progress and order(in_progress[0]) < order(candidate)):
@@ -168,6 +185,14 @@ class Planner:
                     self._take_piece(sequence, granted, [], step)
             else:
                 return
+
+    def _share_of_prompts(self, outstanding: int) -> int:
+        """Tokens of prompts in one micro-batch, of all that there are to compute. Stages wait for the longest step in
+        the pipeline, so no step takes much more than the next ones will; and pieces in consecutive steps, which need
+        no drawn token of each other, are computed by all stages at once. The last piece, which the first token waits
+        for through all stages, is a small one."""
+        share = max(-(-outstanding // self._settings.micro_batches), self._settings.max_num_batched_tokens // _LEAST)
+        return -(-share // SMALLEST_PIECE) * SMALLEST_PIECE
 
     def _candidate(self, step: PlannedStep, in_turn: bool) -> Sequence | None:
         """The waiting sequence that may start now: the first by the policy, or a short one that overtakes it. One whose
@@ -264,6 +289,7 @@ class Planner:
         step.chunks.append(PlannedChunk(sequence, sequence.generation, chunk))
         sequence.num_computed_tokens += count
         sequence.num_placeholders += samples
+        sequence.turn = step.plan.step_id + self._settings.micro_batches
 
     def _is_stuck(self, sequence: Sequence) -> bool:
         if self._stuck is None or self._stuck[0] != sequence.seq_id:

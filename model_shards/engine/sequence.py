@@ -60,6 +60,8 @@ class Sequence:
     generation: int = 0
     num_computed_tokens: int = 0
     num_placeholders: int = 0
+    turn: int = 0
+    """The first step in which it may draw its next token, while the one before is on its way."""
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache when it first ran. 0 for the further samples of a request: what they
     share is the prompt that the first one brought in."""

@@ -16,10 +16,14 @@ class SchedulerSettings:
     """Most tokens of one sequence in a step; None: the whole budget."""
     max_partial_prefills: int = 4
     """Prompts longer than a chunk that may be in their middle at once; more would hold blocks without progress."""
+    micro_batches: int = 1
+    """Batches that take turns, for a pipeline of so many stages: whoever draws a token in step N draws its next one in
+    step N + micro_batches at the earliest, which starts when the token of step N has left the last stage."""
 
     def __post_init__(self) -> None:
         assert self.max_num_batched_tokens >= self.max_num_seqs > 0
         assert self.max_partial_prefills > 0
+        assert self.micro_batches > 0
         assert self.prefill_chunk_size is None or self.prefill_chunk_size > 0
 
 

@@ -49,7 +49,11 @@ class Traffic:
         self.stop_after: dict[int, int] = {}
         """seq_id -> tokens after which the output side finds a stop string, while later steps are under way."""
         self.prompts = [[rng.randrange(kit.VOCAB) for _ in range(40)] for _ in range(3)]
-        self.previous: StepPlan | None = None
+        self.micro_batches = self.scheduler.settings.micro_batches
+        self.drew: dict[int, int] = {}
+        """seq_id -> the step that drew its last token."""
+        self.longest_wait = 0
+        """Steps between two tokens of a sequence, at most."""
 
     def arrive(self, now: int) -> None:
         rng = self.rng
@@ -89,7 +93,7 @@ class Traffic:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         if plan is not None:
-            self.check_no_decode_waits(plan)
+            self.check_turns(plan)
             self.in_flight.append((plan, self.ranks.execute(plan)))
         self.deliver()
         if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
@@ -120,15 +124,21 @@ class Traffic:
                 self.reasons[key] = FinishReason.CONTENT_FILTER  # stands for a stop string
                 self.scheduler.finish(sequence.seq_id)
 
-    def check_no_decode_waits(self, plan: StepPlan) -> None:
-        """Whoever sampled in the step before goes on in this one, unless it ended, was preempted, or needs no more."""
-        now = {chunk.seq_id for chunk in plan.chunks} | set(plan.removed)
-        for chunk in self.previous.chunks if self.previous is not None else ():
-            if chunk.samples and chunk.seq_id not in now:
-                live = self.ranks.live[chunk.seq_id]
-                sampled = len(live.tokens) - live.new.num_prompt_tokens
-                assert sampled >= self.limits[chunk.seq_id], "a decode was left waiting"
-        self.previous = plan
+    def check_turns(self, plan: StepPlan) -> None:
+        """Nobody is in two micro-batches: what it drew within the last ones is committed when it goes on. And nobody
+        who decodes waits for long, unless it ended, was preempted, or needs no more."""
+        on_their_way = {c.seq_id for earlier, _ in self.in_flight for c in earlier.chunks if c.samples}
+        for seq_id in [*plan.removed, *(new.seq_id for new in plan.new)]:
+            self.drew.pop(seq_id, None)
+        drawing = {chunk.seq_id for chunk in plan.chunks if chunk.samples}
+        for seq_id, step_id in self.drew.items():
+            live = self.ranks.live[seq_id]
+            waited = plan.step_id - step_id
+            if seq_id in drawing and seq_id in on_their_way:
+                assert waited >= self.micro_batches, "a sequence is in two micro-batches"
+            if len(live.tokens) - live.new.num_prompt_tokens < self.limits[seq_id]:
+                self.longest_wait = max(self.longest_wait, waited + (seq_id not in drawing))
+        self.drew.update(dict.fromkeys(drawing, plan.step_id))
 
     def check_results(self) -> None:
         assert set(self.reasons) == set(self.outputs), "a request was lost"
@@ -149,14 +159,14 @@ class Traffic:
 
 
 @pytest.mark.parametrize("options", SCENARIOS)
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "micro_batches"), [(1, 1), (2, 1), (3, 1), (3, 2), (5, 4)])
 def test_random_traffic_gives_every_request_what_it_gets_alone(
-    kit: ModuleType, options: dict[str, Any], depth: int
+    kit: ModuleType, options: dict[str, Any], depth: int, micro_batches: int
 ) -> None:
     preemptions = followers = 0
-    for seed in range(3):
+    for seed in range(3 if micro_batches == 1 else 2):
         rng = random.Random(f"{seed}{depth}{options}")
-        traffic = Traffic(kit, rng, depth, options)
+        traffic = Traffic(kit, rng, depth, {**options, "micro_batches": micro_batches})
         for now in range(60):
             for _ in range(rng.choice([0, 0, 1, 3])):
                 traffic.arrive(now)
@@ -169,9 +179,11 @@ def test_random_traffic_gives_every_request_what_it_gets_alone(
             steps += 1
             assert steps < 100_000, "livelock"
         traffic.check_results()
+        assert traffic.longest_wait <= 2 * micro_batches - 1, "a decode was left waiting"
         preemptions += traffic.scheduler.counters.preemptions
         followers += traffic.scheduler.counters.followers
     if "num_blocks" in options and options["num_blocks"] == 14:
         assert preemptions > 0
     alone = options.get("max_num_seqs") == 1
-    assert (followers > 0) == (options.get("prefix_caching", True) and not alone)
+    if micro_batches == 1 or not options.get("prefix_caching", True) or alone:
+        assert (followers > 0) == (options.get("prefix_caching", True) and not alone)
