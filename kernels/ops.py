@@ -139,6 +139,16 @@ class Ops(ABC):
         """x [..., in_features] -> [..., out_features] in the activation dtype, fp32 accumulation. The result of a row
         does not depend on what other rows are in the batch, where the backend says `batch_invariant`."""
 
+    def prepare_router(self, weight: torch.Tensor) -> LinearWeight:
+        """fp32 [num_experts, hidden], for `router_logits`."""
+        return self.prepare_linear(weight)
+
+    def router_logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """x [n, hidden] -> fp32 [n, num_experts], computed in fp32 whatever the activation dtype. (As it stands here:
+        for a table whose activations are fp32.)"""
+        assert self.activation_dtype == torch.float32
+        return self.linear(x, weight)
+
     def prepare_grouped(self, matrices: Iterable[GroupMatrix]) -> GroupedWeight:
         """One matrix [out_features, in_features] a group, in order; takes each over as it comes, so that the caller may
         make them one at a time. Raises ValueError for shapes that differ and for none at all."""

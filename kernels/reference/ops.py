@@ -46,6 +46,10 @@ class ReferenceOps(Ops):
         assert isinstance(weight, ReferenceLinearWeight), type(weight)
         return F.linear(x.float(), weight.weight, weight.bias).to(self.activation_dtype)
 
+    def router_logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, ReferenceLinearWeight), type(weight)
+        return F.linear(x.float(), weight.weight)
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -78,6 +78,13 @@ class TritonOps(Ops):
         assert isinstance(weight, DenseWeight), type(weight)
         return F.linear(x, weight.weight, weight.bias)
 
+    def prepare_router(self, weight: torch.Tensor) -> LinearWeight:
+        return DenseWeight(weight.to(self._device, torch.float32).contiguous(), None)
+
+    def router_logits(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, DenseWeight), type(weight)
+        return F.linear(x.float(), weight.weight)
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +131,7 @@ class TritonOps(Ops):
     def paged_attention_lse(
         self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for launch in attention_launches(q, pages, meta, scale, window, out, lse, self._target):
             launch.run()

@@ -12,7 +12,8 @@ from shoal.kernels.ops import AttentionMetadata
 from shoal.kernels.page_format import KVPages
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.decoder import Decoder
-from shoal.model_shards.models.llama import MLP, Attention
+from shoal.model_shards.models.llama import Attention
+from shoal.model_shards.models.moe import make_mlp
 from shoal.model_shards.models.stage import Stage
 from shoal.model_shards.parallel.loader import WeightLoader
 
@@ -28,7 +29,7 @@ class Gemma3Layer:
         self.attention = Attention(config, layer, load, cos_sin)
         self.after_attention = norm("post_attention_layernorm")
         self.before_mlp = norm("pre_feedforward_layernorm")
-        self.mlp = MLP(config, layer, load)
+        self.mlp = make_mlp(config, layer, load)
         self.after_mlp = norm("post_feedforward_layernorm")
         self.eps = config.rms_eps
         self.ops = load.ops

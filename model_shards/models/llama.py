@@ -1,7 +1,7 @@
-"""Llama and its kin: Llama 1-3, Mistral, Qwen2/2.5, Qwen3 (Touvron et al. 2023, arXiv:2302.13971).
+"""Llama and its kin: Llama 1-3, Mistral, Qwen2/2.5, Qwen3 (Touvron et al. 2023, arXiv:2302.13971), Mixtral, Qwen3-MoE.
 
 Pre-norm layers of grouped-query attention with rotary positions and a gated MLP. The families differ in data only:
-biases on q, k, v (Qwen2), norms on q and k (Qwen3), sliding windows (Mistral).
+biases on q, k, v (Qwen2), norms on q and k (Qwen3), sliding windows (Mistral), experts in place of the MLP.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from shoal.kernels.ops import AttentionMetadata, HeadNorms
 from shoal.kernels.page_format import KVPages
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.decoder import Decoder
+from shoal.model_shards.models.moe import make_mlp
 from shoal.model_shards.models.stage import Stage
-from shoal.model_shards.parallel.linear import ColumnLinear, QKVLinear, RowLinear
+from shoal.model_shards.parallel.linear import QKVLinear, RowLinear
 from shoal.model_shards.parallel.loader import WeightLoader
 
 
@@ -43,21 +44,6 @@ class Attention:
         return self.output(self.ops.paged_attention(q, pages, meta, self.scale, self.window).flatten(1))
 
 
-class MLP:
-    """activation(gate(x)) * up(x), projected back (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config: ModelConfig, layer: int, load: WeightLoader) -> None:
-        prefix = f"model.layers.{layer}.mlp"
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = ColumnLinear(load, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], inner, hidden, bias=bias)
-        self.down = RowLinear(load, f"{prefix}.down_proj", hidden, inner, bias=bias)
-        activations = {"silu": load.ops.silu_and_mul, "gelu_tanh": load.ops.gelu_tanh_and_mul}
-        self.activate = activations[config.activation]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activate(self.gate_up(x)))
-
-
 class LlamaLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -66,7 +52,7 @@ class LlamaLayer:
         self.attention_norm = load.norm(f"{prefix}.input_layernorm.weight", hidden, offset)
         self.attention = Attention(config, layer, load, cos_sin)
         self.mlp_norm = load.norm(f"{prefix}.post_attention_layernorm.weight", hidden, offset)
-        self.mlp = MLP(config, layer, load)
+        self.mlp = make_mlp(config, layer, load)
         self.eps = config.rms_eps
         self.ops = load.ops
 

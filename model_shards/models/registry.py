@@ -20,6 +20,8 @@ _FACTORIES = {
     "qwen2": "llama:make_llama",
     "qwen3": "llama:make_llama",
     "gemma3": "gemma3:make_gemma3",
+    "mixtral": "llama:make_llama",
+    "qwen3_moe": "llama:make_llama",
 }
 
 

@@ -1,7 +1,7 @@
 """What a layer is made of: the tensors of a checkpoint, their shapes, and how each is shared out.
 
-Said once: the loader's accounting (`decoder.checkpoint_names`) and the planner's arithmetic (`runner/footprint.py`) both
-derive from it.
+Said once: from it the loader accounts for every tensor (`decoder.checkpoint_names`) and the planner foretells the bytes
+(`runner/footprint.py`).
 
 Layers ask for their tensors themselves; that they ask for these is tested (tests/model_shards/models/test_shapes.py).
 """

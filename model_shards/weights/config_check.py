@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from shoal.configs.errors import ModelLoadError
-from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.models.config import ModelConfig, MoEConfig
 
 MAX_DIM = 1 << 24
 MAX_LAYERS = 10_000
+MAX_EXPERTS = 4096
 
 
 def check_num_layers(num_layers: int, where: str) -> None:
@@ -38,8 +39,24 @@ def check_config(config: ModelConfig, where: str) -> None:
             raise ModelLoadError(f"{where}: {name} is {value}; a positive number was expected.")
     if config.sliding_layers and (config.sliding_window is None or config.sliding_window < 1):
         raise ModelLoadError(f"{where}: layers with a sliding window, but the window is {config.sliding_window}.")
+    if config.moe is not None:
+        _check_experts(config.moe, where)
     for token_id in (config.bos_token_id, *config.eos_token_ids):
         if token_id is not None and not 0 <= token_id < config.vocab_size:
             raise ModelLoadError(
                 f"{where}: special token id {token_id} lies outside the vocabulary of {config.vocab_size}."
             )
+
+
+def _check_experts(moe: MoEConfig, where: str) -> None:
+    if not 1 <= moe.num_experts <= MAX_EXPERTS:
+        raise ModelLoadError(f"{where}: {moe.num_experts} experts cannot be right.")
+    if not (1 <= moe.expert_size <= MAX_DIM and 0 <= moe.shared_size <= MAX_DIM):
+        raise ModelLoadError(f"{where}: experts of size {moe.expert_size} (shared {moe.shared_size}) cannot be right.")
+    if moe.num_groups < 1 or moe.num_experts % moe.num_groups:
+        raise ModelLoadError(f"{where}: {moe.num_experts} experts do not make {moe.num_groups} equal groups.")
+    if not 1 <= moe.groups_per_token <= moe.num_groups:
+        raise ModelLoadError(f"{where}: a token cannot choose {moe.groups_per_token} of {moe.num_groups} groups.")
+    choice = moe.num_experts // moe.num_groups * moe.groups_per_token
+    if not 1 <= moe.experts_per_token <= choice:
+        raise ModelLoadError(f"{where}: a token cannot choose {moe.experts_per_token} of {choice} experts.")

@@ -18,6 +18,7 @@ from shoal.configs.errors import ModelLoadError
 from shoal.model_shards.models.config import Activation, Family, ModelConfig
 from shoal.model_shards.weights.config_check import check_config, check_num_layers
 from shoal.model_shards.weights.hf_fields import Fields
+from shoal.model_shards.weights.hf_moe import parse_moe
 from shoal.model_shards.weights.hf_rope import parse_rope
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,36 @@ _RULES: dict[str, _FamilyRules] = {
         {**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
         has_attention_bias=True,
     ),
+    "mixtral": _FamilyRules(
+        "mixtral",
+        "MixtralForCausalLM",
+        {
+            **_COMMON,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "qwen3_moe": _FamilyRules(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+        },
+        has_attention_bias=True,
+    ),
     "gemma3_text": _FamilyRules("gemma3", "Gemma3ForCausalLM", _GEMMA, has_attention_bias=True),
 }
 
@@ -164,9 +195,10 @@ def _build(fields: Fields, rules: _FamilyRules, eos: tuple[int, ...]) -> ModelCo
         qkv_bias=rules.always_qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=rules.has_mlp_bias and fields.flag("mlp_bias"),
-        qk_norm=rules.family in ("qwen3", "gemma3"),
+        qk_norm=rules.family in ("qwen3", "qwen3_moe", "gemma3"),
         sliding_window=window,
         sliding_layers=sliding_layers,
+        moe=parse_moe(fields, rules.family, layers),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
         **gemma,
@@ -190,12 +222,12 @@ def _sliding(fields: Fields, rules: _FamilyRules, layers: int) -> tuple[int | No
         if family != "llama" and "sliding_attention" in (fields.raw.get("layer_types") or []):
             raise ModelLoadError(f"{fields.where}: layer_types names sliding_attention, but sliding_window is null.")
         return None, frozenset()
-    if family in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
+    if family in ("qwen2", "qwen3", "qwen3_moe") and not fields.flag("use_sliding_window"):
         return None, frozenset()
     window = fields.integer("sliding_window")
-    if family == "mistral":
+    if family in ("mistral", "mixtral", "qwen3_moe"):
         if fields.has("layer_types"):
-            raise ModelLoadError(f"{fields.where}: layer_types is not supported for mistral, whose layers are alike.")
+            raise ModelLoadError(f"{fields.where}: layer_types is not supported for {family}, whose layers are alike.")
         return window, frozenset(range(layers))
     if fields.has("layer_types"):
         return window, _listed_layers(fields, layers)

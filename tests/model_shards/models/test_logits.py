@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+MOE_FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", *MOE_FAMILIES)
 BACKENDS = (None, "reference", "torch_cpu")
 TOLERANCE = 1e-4
 """Of fp32 logits of size 10 or so; the first release's promise for real models is 1e-3."""
@@ -138,14 +139,16 @@ def test_bf16_weights(tiny_checkpoint: TinyCheckpoint, driver: ModuleType, famil
     scale = getattr(rounded.get_input_embeddings(), "embed_scale", None)
     with torch.no_grad():
         for name, parameter in rounded.named_parameters():
-            if "norm" not in name:  # norms stay fp32 here
+            if "norm" not in name and not name.endswith(".gate.weight"):  # norms and routers stay fp32 here
                 parameter.copy_(parameter.bfloat16())
         if scale is not None:
             scale.copy_(scale.bfloat16())
         expected = rounded(torch.tensor([prompt()])).logits[0]
     torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
     all_bf16 = oracle_logits(path, prompt(), torch.bfloat16)
-    assert (ours - all_bf16).abs().max() < 0.05 * expected.abs().max()
+    near = (ours - all_bf16).abs().amax(dim=1) < 0.05 * expected.abs().max()
+    # Where two experts score nearly the same, rounded activations choose the other, and the position differs by more.
+    assert near.float().mean() >= (0.8 if family in MOE_FAMILIES else 1.0)
 
 
 def test_o21_tied_model_that_also_ships_a_head(
