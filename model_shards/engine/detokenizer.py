@@ -158,6 +158,19 @@ class Detokenizer:
         self._at_start = all(token_id in tokenizer.special_token_ids for token_id in prompt)
         """Nothing but special tokens yet."""
         self._num_tokens = 0
+        self._shown_tokens = 0
+        """Of the first of `_tokens`: shown before, by another."""
+        self._shown_until = 0
+        """Offset of the character after their text."""
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Takes the tokens that another detokenizer has given out already; what is emitted begins after them. The other
+        one may have known more (that a possible stop string did not become one), so some may be held here again."""
+        for token_id in token_ids:
+            if self.feed_plain(token_id) is None:
+                self.feed(token_id, None)
+        self._shown_tokens = len(self._tokens)
+        self._shown_until = self._tokens[-1][0] if self._tokens else self._start
 
     def feed_plain(self, token_id: int) -> str | None:
         """The usual case of `feed` at a fraction of its cost: a token without logprobs that is shown whole at once,
@@ -219,5 +232,14 @@ class Detokenizer:
                 end = token_end
         count = end - self._start
         piece.text, self._text = self._text[:count], self._text[count:]
+        if self._shown_tokens:
+            self._leave_out_shown(piece)
         self._start = end
         return piece
+
+    def _leave_out_shown(self, piece: Piece) -> None:
+        """They have no logprobs here, so these belong to the rest already."""
+        count = min(self._shown_tokens, len(piece.token_ids))
+        self._shown_tokens -= count
+        piece.token_ids = piece.token_ids[count:]
+        piece.text = piece.text[max(0, self._shown_until - self._start) :]

@@ -129,7 +129,7 @@ class Engine:
         """Raises InvalidRequestError or ContextLengthError for a request that this engine can never serve."""
         request.sampling.check(self.vocab_size)
         check_token_ids("prompt", request.prompt_token_ids, self.vocab_size)
-        self._scheduler.limit_of(request)
+        request.check_resumed(self.vocab_size, self._scheduler.limit_of(request))
 
     def submit(self, request: Request, sink: DeltaSink) -> None:
         """Checks and queues a request; its deltas go to `sink` from here on. Raises what `check` raises,

@@ -35,6 +35,8 @@ class _Stream:
     sequence: Sequence
     detokenizer: Detokenizer
     sink: DeltaSink
+    num_resumed: int = 0
+    """Output tokens that another engine gave before; they are counted, not delivered."""
     num_output_tokens: int = 0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -80,6 +82,9 @@ class OutputProcessor:
             detokenizer = Detokenizer(self._tokenizer, sampling, sequence.request.prompt_token_ids, self._texts)
             stream = _Stream(sequence, detokenizer, sink)
             stream.prompt_logprobs_due = sequence.index == 0 and sampling.prompt_logprobs is not None
+            if sequence.num_output_tokens:
+                detokenizer.replay(sequence.token_ids[sequence.num_prompt_tokens :])
+                stream.num_resumed = stream.num_output_tokens = sequence.num_output_tokens
             self._streams[sequence.seq_id] = stream
         self._open[sequences[0].request.request_id] = len(sequences)
 
@@ -109,7 +114,7 @@ class OutputProcessor:
                 self._close(stream, stream.detokenizer.flush(), _Ending(reason, error=error), now)
 
     def end_all(self, error: str) -> None:
-        self.end([stream.sequence for stream in list(self._streams.values())], FinishReason.ERROR, error)
+        self.end([stream.sequence for stream in list(self._streams.values())], FinishReason.ABORT, error)
 
     def deliver(self) -> list[int]:
         """Hands each sink what waits for it. Returns the live sequences of sinks that failed; they are forgotten."""
@@ -228,7 +233,7 @@ class OutputProcessor:
                 index=sequence.index,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens,
-                num_output_tokens=stream.num_output_tokens,
+                num_output_tokens=stream.num_output_tokens - stream.num_resumed,
                 e2e_s=now - request.arrival_time,
                 decode_s=now - stream.first_token_at if stream.first_token_at else 0.0,
             )
@@ -245,5 +250,6 @@ class OutputProcessor:
             gaps.append(now - stream.last_token_at)
         else:
             stream.first_token_at = now
-            self._metrics.first_token(now - stream.request.arrival_time)
+            if not stream.num_resumed:
+                self._metrics.first_token(now - stream.request.arrival_time)
         stream.last_token_at = now

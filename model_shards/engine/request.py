@@ -6,8 +6,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from shoal.configs.errors import InvalidRequestError
 from shoal.model_shards.engine.plan import TokenLogprobs
-from shoal.model_shards.sampling.params import SamplingParams
+from shoal.model_shards.sampling.params import SamplingParams, check_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedOutput:
+    """What one of the n sequences had given when the engine that ran it was lost."""
+
+    token_ids: list[int]
+    """All that reached the client, in order; what was drawn and held back is drawn again, and comes out the same."""
+    finished: bool = False
+    """Its end reached the client too: there is nothing to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,29 @@ class Request:
     """Seconds on the engine's clock."""
     cache_salt: str = ""
     """Requests share cached prefixes only with equal salts; set from the tenant, never by the client alone."""
+    resumed: tuple[ResumedOutput, ...] = ()
+    """Empty for a new request. Else one entry a sequence: the request goes on from there as if nothing had happened,
+    because a draw depends on seed, sample index and position only. The deltas begin after what is named here."""
+
+    @property
+    def open_indices(self) -> list[int]:
+        """Which of the n sequences are still to be generated."""
+        return [i for i in range(self.sampling.n) if not (self.resumed and self.resumed[i].finished)]
+
+    def check_resumed(self, vocab_size: int, limit: int) -> None:
+        """`limit`: most output tokens of a sequence. Raises InvalidRequestError for outputs that this request cannot
+        have had."""
+        if not self.resumed:
+            return
+        if len(self.resumed) != self.sampling.n or not self.open_indices:
+            message = f"resumed must name {self.sampling.n} sequences, at least one of them not finished."
+            raise InvalidRequestError(message, param="resumed")
+        for index in self.open_indices:
+            token_ids = self.resumed[index].token_ids
+            check_token_ids("resumed", token_ids, vocab_size)
+            if token_ids and len(token_ids) >= limit:
+                message = f"Sequence {index} has had {len(token_ids)} of at most {limit} tokens: it is over."
+                raise InvalidRequestError(message, param="resumed")
 
     def to_wire(self) -> list[Any]:
         return [
@@ -36,19 +70,31 @@ class Request:
             self.priority,
             self.arrival_time,
             self.cache_salt,
+            [[output.token_ids, output.finished] for output in self.resumed],
         ]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> Request:
-        request_id, prompt_token_ids, sampling, *rest = wire
-        return cls(request_id, prompt_token_ids, SamplingParams.from_wire(sampling), *rest)
+        request_id, prompt_token_ids, sampling, seed, priority, arrival_time, cache_salt, resumed = wire
+        return cls(
+            request_id,
+            prompt_token_ids,
+            SamplingParams.from_wire(sampling),
+            seed,
+            priority,
+            arrival_time,
+            cache_salt,
+            tuple(ResumedOutput(*output) for output in resumed),
+        )
 
 
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    """Ended from outside: whoever asked has gone, or the engine has stopped. It could go on elsewhere."""
     ERROR = "error"
+    """Failed by itself, and would again."""
     CONTENT_FILTER = "content_filter"
 
 

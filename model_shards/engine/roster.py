@@ -30,12 +30,14 @@ class Roster:
         self._next_seq_id = 0
 
     def add(self, request: Request, limit: int) -> list[Sequence]:
-        """Queues a request; returns its n sequences, in order of their index."""
+        """Queues a request; returns its sequences (n, but those that were over), in order of their index."""
         family = Sequence.family(request, self._next_seq_id, limit)
         self._next_seq_id += len(family)
         self._by_request[request.request_id] = family
         self.live.update((sequence.seq_id, sequence) for sequence in family)
-        self.waiting.push(family[0])
+        for sequence in family:
+            if sequence.status is SequenceStatus.WAITING:
+                self.waiting.push(sequence)
         return family
 
     def run(self, sequence: Sequence, start: int) -> None:

@@ -75,13 +75,17 @@ class Sequence:
 
     @classmethod
     def family(cls, request: Request, first_id: int, limit: int) -> list[Sequence]:
-        """The n sequences of a request: the first prefills the prompt, the others are held until they can share it."""
-        members = []
-        for index in range(request.sampling.n):
-            tokens = list(request.prompt_token_ids)
-            status = SequenceStatus.HELD if index else SequenceStatus.WAITING
-            members.append(cls(first_id + index, request, index, limit, tokens, status, len(tokens)))
-        members[0].held = members[1:]
+        """The n sequences of a request: the first prefills the prompt, the others are held until they can share it.
+        Resumed ones differ in their outputs, so each waits on its own (the prompt is shared through the prefix cache);
+        those that were over are left out."""
+        prompt, resumed = request.prompt_token_ids, request.resumed
+        members: list[Sequence] = []
+        for seq_id, index in enumerate(request.open_indices, first_id):
+            tokens = [*prompt, *resumed[index].token_ids] if resumed else list(prompt)
+            status = SequenceStatus.HELD if members and not resumed else SequenceStatus.WAITING
+            members.append(cls(seq_id, request, index, limit, tokens, status, len(prompt)))
+        if not resumed:
+            members[0].held = members[1:]
         return members
 
     @property

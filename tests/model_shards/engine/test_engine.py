@@ -263,7 +263,7 @@ def test_a_failed_step_ends_all_requests_with_the_reason_and_the_engine(kit: Mod
         engine.submit(kit.make_request(str(index), [index], max_tokens=30, ignore_eos=True), sink)
     for index in range(4):
         sink.wait(str(index))
-        assert sink.reason(str(index)) is FinishReason.ERROR
+        assert sink.reason(str(index)) is FinishReason.ABORT
         assert "the ranks fell over" in sink.of(str(index))[-1].error
     assert not engine.healthy
     with pytest.raises(EngineDeadError, match="the ranks fell over"):
@@ -298,7 +298,7 @@ def test_shutdown_drains_then_ends_the_rest_with_an_error(kit: ModuleType, make:
     wait_until(lambda: engine._inbox.qsize() > 0)
     engine._executor.release()  # type: ignore[attr-defined]
     stopper.join()
-    assert sink.reason("endless") is FinishReason.ERROR
+    assert sink.reason("endless") is FinishReason.ABORT
     assert "shutting down" in sink.of("endless")[-1].error
 
 

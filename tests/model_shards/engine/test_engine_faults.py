@@ -36,7 +36,7 @@ def test_every_sink_is_told_when_the_engine_dies_with_a_broken_scheduler(
     monkeypatch.setattr(engine._scheduler, "abort", broken)
     engine.submit(kit.make_request("a", [1, 2, 3]), sink)
     sink.wait("a", timeout=5.0)
-    assert sink.reason("a") is FinishReason.ERROR
+    assert sink.reason("a") is FinishReason.ABORT
     assert not engine.healthy
     engine.shutdown()
 
