@@ -82,6 +82,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    def of_part(self, dp_rank: int) -> StepPlan:
+        """What the ranks of one data-parallel part are sent."""
+        assert dp_rank == 0, "the plan is of one part"
+        return self
+
     def to_wire(self) -> list[Any]:
         return [
             self.step_id,
@@ -101,6 +106,28 @@ class StepPlan:
             [(source, target) for source, target in copies],
             [ScheduledChunk(*item) for item in chunks],
         )
+
+
+@dataclass(slots=True)
+class PartedPlan(StepPlan):
+    """One step of several data-parallel parts, each with sequences and blocks of its own. Seen as a plan it has all
+    their chunks; the ranks get their part's. A part without work has an empty plan, and its ranks still take part in
+    the step: experts belong to all parts, so all ranks meet in every layer that has them."""
+
+    parts: list[StepPlan] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, step_id: int, parts: list[StepPlan]) -> PartedPlan:
+        assert all(part.step_id == step_id for part in parts)
+        plan = cls(step_id, parts=parts)
+        for part in parts:
+            plan.removed += part.removed
+            plan.new += part.new
+            plan.chunks += part.chunks
+        return plan
+
+    def of_part(self, dp_rank: int) -> StepPlan:
+        return self.parts[dp_rank]
 
 
 @dataclass(slots=True)

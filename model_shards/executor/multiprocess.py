@@ -68,10 +68,10 @@ class MultiprocessExecutor(RankedExecutor):
         channel.send("start", rank, settings.to_wire(), rendezvous, self._step_timeout_s)
         return _Rank(process, channel)
 
-    def _broadcast(self, data: bytes) -> None:
+    def _broadcast(self, messages: list[bytes]) -> None:
         for position, rank in zip(self._positions, self._ranks, strict=False):  # fewer while they are being started
             try:
-                rank.channel.send_packed(data)
+                rank.channel.send_packed(messages[position.dp_rank])
             except OSError as error:  # the monitor reports a dead process; a live one that does not read hangs
                 logger.debug("%s takes no messages: %s", position, error)
 

@@ -75,7 +75,8 @@ class RankedExecutor(Executor):
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()
         future.set_running_or_notify_cancel()
-        data = pack("plan", plan.to_wire())
+        parts = range(self._positions[0].dp_size)
+        messages = [pack("plan", plan.of_part(part).to_wire()) for part in parts]
         with self._lock:
             if self.failure is not None or self._closing:
                 future.set_exception(self.failure or EngineDeadError("The executor is closed."))
@@ -83,7 +84,7 @@ class RankedExecutor(Executor):
             if not self._in_flight:
                 self._head_since = time.monotonic()
             self._in_flight[plan.step_id] = _Step(future)
-            self._broadcast(data)
+            self._broadcast(messages)
         return future
 
     def close(self) -> None:
@@ -91,7 +92,7 @@ class RankedExecutor(Executor):
             already, self._closing = self._closing, True
             if already:
                 return
-            self._broadcast(pack("stop"))
+            self._broadcast([pack("stop")] * self._positions[0].dp_size)
         self._end(_STOP_TIMEOUT_S)
         # A future's callback may close, in the monitor's thread.
         if self._monitor.is_alive() and threading.current_thread() is not self._monitor:
@@ -102,8 +103,9 @@ class RankedExecutor(Executor):
     # --- where the ranks are ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _broadcast(self, data: bytes) -> None:
-        """Sends a packed message to every rank. Called under the lock; does not raise for a rank that is gone."""
+    def _broadcast(self, messages: list[bytes]) -> None:
+        """Sends every rank the packed message of its data-parallel part, `messages[position.dp_rank]`. Called under the
+        lock; does not raise for a rank that is gone."""
 
     @abstractmethod
     def _events(self, timeout_s: float) -> Iterable[RankEvent]:
