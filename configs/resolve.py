@@ -30,6 +30,7 @@ class _DeviceDefaults:
     target_itl_ms: float
     memory_fraction: float
     kv_fraction: float
+    sequence_parallel_min_tokens: int
 
 
 _AUTO_DTYPE = "bfloat16"
@@ -42,8 +43,10 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
     # A GPU needs thousands of rows to be busy, and takes some ten milliseconds for them.
     # The KV cache fills up with prefixes whatever is asked of it, and a laptop has other things to do: an eighth of
     # its memory. A GPU has nothing else to do.
-    "cpu": _DeviceDefaults(64, 256, 80.0, 0.8, 0.125),
-    "cuda": _DeviceDefaults(256, 8192, 0.0, 0.9, 1.0),
+    # Two halves of a sum send what the sum sends, but wait twice: small steps, whose norms are cheap, go without. On a
+    # GPU a sum of few rows is a matter of latency.
+    "cpu": _DeviceDefaults(64, 256, 80.0, 0.8, 0.125, 64),
+    "cuda": _DeviceDefaults(256, 8192, 0.0, 0.9, 1.0, 1024),
 }
 
 
@@ -64,6 +67,11 @@ class ResolvedEngine:
     data_parallel_size: int
     context_parallel_size: int
     expert_parallel: bool
+    num_redundant_experts: int
+    expert_rebalance_interval: int
+    """Steps; 0: never."""
+    sequence_parallel_min_tokens: int
+    """0: never."""
     max_model_len: int | None
     """None: the planner decides, up to the model's own context."""
     max_num_seqs: int
@@ -105,6 +113,9 @@ def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
         data_parallel_size=config.data_parallel_size,
         context_parallel_size=config.context_parallel_size,
         expert_parallel=config.expert_parallel,
+        num_redundant_experts=_with_expert_parallel(config, "num_redundant_experts"),
+        expert_rebalance_interval=_with_expert_parallel(config, "expert_rebalance_interval"),
+        sequence_parallel_min_tokens=_sequence_parallel_min_tokens(config, defaults, device, max_num_seqs),
         max_model_len=config.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_token_budget(config, defaults, max_num_seqs),
@@ -146,6 +157,17 @@ def _weights(config: EngineConfig, device: Device) -> str:
     return config.weights
 
 
+def _with_expert_parallel(config: EngineConfig, name: str) -> int:
+    value: int = getattr(config, name)
+    if value and not config.expert_parallel:
+        raise ConfigError(
+            f"{name} is {value}, but expert_parallel is off: ranks then hold a slice of every expert, and none can "
+            f"have a second copy or move. Set expert_parallel to true, or {name} to 0.",
+            param=name,
+        )
+    return value
+
+
 def _token_budget(config: EngineConfig, defaults: _DeviceDefaults, max_num_seqs: int) -> int:
     budget = config.max_num_batched_tokens
     if budget is None:
@@ -157,6 +179,23 @@ def _token_budget(config: EngineConfig, defaults: _DeviceDefaults, max_num_seqs:
             param="max_num_batched_tokens",
         )
     return budget
+
+
+def _sequence_parallel_min_tokens(
+    config: EngineConfig, defaults: _DeviceDefaults, device: Device, max_num_seqs: int
+) -> int:
+    """On a GPU decode steps are graphs, made for rows that every rank has."""
+    asked = config.sequence_parallel_min_tokens
+    if asked is None:
+        least = max_num_seqs + 1 if device == "cuda" else 0
+        return max(defaults.sequence_parallel_min_tokens, least)
+    if device == "cuda" and 0 < asked <= max_num_seqs:
+        raise ConfigError(
+            f"sequence_parallel_min_tokens={asked} must be more than max_num_seqs={max_num_seqs} on a GPU: steps of "
+            "decodes alone are captured without it. Raise the first or set it to 0.",
+            param="sequence_parallel_min_tokens",
+        )
+    return asked
 
 
 def _available(config: EngineConfig, machine: Machine, device: Device) -> int:

@@ -57,6 +57,15 @@ class EngineConfig(BaseModel):
     """Ranks that share the tokens of each sequence out: its prompt's attention and its KV cache."""
     expert_parallel: bool = False
     """Models of experts: each rank of a stage holds some experts whole, rather than a slice of each."""
+    num_redundant_experts: int = Field(default=0, ge=0)
+    """With expert_parallel: slots of each layer beyond one for each expert, for second copies of busy ones. Experts and
+    these must divide by the ranks of a stage."""
+    expert_rebalance_interval: int = Field(default=0, ge=0)
+    """With expert_parallel: after every so many steps, experts move between ranks where their loads ask for it. 0:
+    they stay where they are."""
+    sequence_parallel_min_tokens: int | None = Field(default=None, ge=0)
+    """Tokens of a step from which tensor-parallel ranks share the rows of norms and residuals out (sequence
+    parallelism); on a GPU more than max_num_seqs. 0: never. None: 64 on a CPU, 1024 on a GPU."""
 
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of one sequence, prompt and output. None: the model's context, or what the KV cache can hold."""

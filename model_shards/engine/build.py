@@ -249,6 +249,9 @@ def _runner_settings(
         data_parallel_size=settings.data_parallel_size,
         context_parallel_size=settings.context_parallel_size,
         expert_parallel=settings.expert_parallel,
+        num_redundant_experts=settings.num_redundant_experts,
+        expert_rebalance_interval=settings.expert_rebalance_interval,
+        sequence_parallel_min_tokens=settings.sequence_parallel_min_tokens,
         eos_token_ids=eos_token_ids,
     )
 

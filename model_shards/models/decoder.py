@@ -63,7 +63,8 @@ class Decoder:
 
     def forward(self, inputs: torch.Tensor, pages: Sequence[KVPages], meta: AttentionMetadata) -> torch.Tensor:
         """Token ids [num_tokens] int64 on the first stage, else the previous stage's result -> the residual stream
-        [num_tokens, hidden] after this stage. `pages`: one for each layer of this stage, in order."""
+        [held, hidden] after this stage: all rows, or this rank's share (`StepRows`). `pages`: one for each layer of
+        this stage, in order."""
         x, residual = self._embed(inputs) if self.stage.is_first else inputs, None
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             x, residual = layer(x, residual, layer_pages, meta)

@@ -9,19 +9,27 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from shoal.configs.errors import EngineDeadError
 from shoal.model_shards.parallel.groups import Groups
 from shoal.model_shards.parallel.mesh import MeshPosition
+from shoal.model_shards.parallel.ordered import ordered_all_reduce, ordered_reduce_scatter
+from shoal.model_shards.parallel.rows import StepRows
 
 Axis = Literal["tensor", "context", "expert"]
 
 _Send = tuple[Any, torch.Tensor]
 """A send under way: torch's handle, and the tensor, which must live until the peer has it."""
+
+Parcel = tuple[int, torch.Tensor]
+"""(place of a rank along an axis, what goes to it or comes from it)."""
+
+T = TypeVar("T")
 
 _TOKEN_BACKLOG = 8
 """Steps whose sampled ids may be under way beyond one for each stage."""
@@ -35,6 +43,8 @@ class ParallelContext:
         self.position = position
         self.traffic: Counter[str] = Counter()
         """Bytes that this rank has sent, by operation, as the usual ring algorithms send them."""
+        self.rows = StepRows(0, 0)
+        """How the rows of the present step lie on the tensor-parallel ranks."""
         self._groups = groups
         self._hidden_sends: deque[_Send] = deque()
         self._token_sends: deque[_Send] = deque()
@@ -45,10 +55,11 @@ class ParallelContext:
 
     @classmethod
     def connect(
-        cls, position: MeshPosition, rendezvous: str, device: torch.device, timeout_s: float
+        cls, position: MeshPosition, rendezvous: str | Store, device: torch.device, timeout_s: float
     ) -> ParallelContext:
         """Joins the other ranks; blocks until all are there. `rendezvous` is a torch init method, such as
-        `file:///path` or `tcp://host:port`. Tensors travel over NCCL on CUDA and gloo on CPU; token ids over gloo."""
+        `file:///path`, or a store that the ranks have in common. Tensors travel over NCCL on CUDA and gloo on CPU;
+        token ids over gloo."""
         if position.world_size == 1:
             return cls.single()
         with _collective(f"{position}: joining the other ranks"):
@@ -75,24 +86,38 @@ class ParallelContext:
     # --- within a stage -------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor, axis: Axis = "tensor") -> torch.Tensor:
-        """Sum over the ranks along an axis, in place; the same bits on each."""
+        """Sum over the ranks along an axis, in place; the same bits on each, and on gloo whatever else is in x."""
         size = self.size(axis)
         if size > 1:
-            self._wait("all-reduce", lambda groups: dist.all_reduce(x, group=_group(groups, axis)))
+
+            def add(groups: Groups) -> None:
+                group = _group(groups, axis)
+                if size > 2 and _over_gloo(group):  # two can be added in either order
+                    ordered_all_reduce(x, group)
+                else:
+                    dist.all_reduce(x, group=group)
+
+            self._wait("all-reduce", add)
             self.traffic["all_reduce"] += 2 * (size - 1) * x.nbytes // size
         return x
 
     def reduce_scatter(self, x: torch.Tensor, axis: Axis = "tensor") -> torch.Tensor:
-        """x [size * n, ...] on each rank -> the sum's rows index * n : (index + 1) * n."""
+        """x [size * n, ...] on each rank -> the sum's rows index * n : (index + 1) * n, with the bits of `all_reduce`
+        on gloo."""
         size = self.size(axis)
         if size == 1:
             return x
         assert len(x) % size == 0, (len(x), size)
-        out = x.new_empty((len(x) // size, *x.shape[1:]))
-        self._wait(
-            "reduce-scatter",
-            lambda groups: dist.reduce_scatter_single(out, x.contiguous(), group=_group(groups, axis)),
-        )
+
+        def add(groups: Groups) -> torch.Tensor:
+            group = _group(groups, axis)
+            if _over_gloo(group):  # whose own would send what an all-reduce sends
+                return ordered_reduce_scatter(x, group)
+            out = x.new_empty((len(x) // size, *x.shape[1:]))
+            dist.reduce_scatter_single(out, x.contiguous(), group=group)
+            return out
+
+        out = self._wait("reduce-scatter", add)
         self.traffic["reduce_scatter"] += (size - 1) * out.nbytes
         return out
 
@@ -101,10 +126,12 @@ class ParallelContext:
         size = self.size(axis)
         if size == 1:
             return x
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
-        self._wait("all-gather", lambda groups: dist.all_gather(parts, x.contiguous(), group=_group(groups, axis)))
+        whole = x.new_empty((size * len(x), *x.shape[1:]))
+        self._wait(
+            "all-gather", lambda groups: dist.all_gather_single(whole, x.contiguous(), group=_group(groups, axis))
+        )
         self.traffic["all_gather"] += (size - 1) * x.nbytes
-        return torch.cat(parts, dim)
+        return whole if dim == 0 else torch.cat(whole.chunk(size), dim)
 
     def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
         """Like `all_gather` over the tensor-parallel ranks, but only the first of them gets it; the others get None."""
@@ -144,7 +171,6 @@ class ParallelContext:
 
         def turn(groups: Groups) -> None:
             group = _group(groups, axis)
-            assert group is not None
             to, source = (dist.get_global_rank(group, (index + step) % size) for step in (1, -1))
             sends = dist.P2POp(dist.isend, sent, to, group)
             receives = dist.P2POp(dist.irecv, out, source, group)
@@ -155,11 +181,64 @@ class ParallelContext:
         self.traffic["shift"] += x.nbytes
         return out
 
+    def exchange(self, sends: list[Parcel], receives: list[Parcel], axis: Axis = "expert") -> None:
+        """Contiguous tensors to some ranks along an axis and from some, into those of `receives`. Between any two ranks
+        the one's sends are the other's receives, in the same order, of the same shapes and dtypes."""
+
+        def pass_on(groups: Groups) -> None:
+            group = _group(groups, axis)
+            operations = [
+                dist.P2POp(operation, tensor, dist.get_global_rank(group, index), group)
+                for operation, parcels in ((dist.isend, sends), (dist.irecv, receives))
+                for index, tensor in parcels
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+        if sends or receives:
+            self._wait("exchanging tensors", pass_on)
+            self.traffic["exchange"] += sum(tensor.nbytes for _, tensor in sends)
+
+    # --- the rows of a step ---------------------------------------------------------------------------------------
+
+    def begin_step(self, num_rows: int, scatter_from: int) -> None:
+        """Says how many rows the step has on the ranks of this tensor-parallel group; with `scatter_from` or more of
+        them (0: never) they are scattered between the layers. The same on all of these ranks."""
+        self.rows = StepRows.of_step(num_rows, self.position.tp_size, scatter_from)
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """How a layer ends whose result is a sum over the ranks: x [total, ...], this rank's summand (which may be
+        overwritten) -> the sum's rows that this rank holds, all of them or its share."""
+        if not self.rows.scattered:
+            return self.all_reduce(x)
+        padding = self.rows.held * self.position.tp_size - self.rows.total
+        return self.reduce_scatter(torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x)
+
+    def whole_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """How a layer begins that needs all rows of the step: x [held, ...] -> [total, ...]. Rows that are whole
+        already stay as they are."""
+        if not self.rows.scattered or len(x) == self.rows.total:
+            return x
+        return self.all_gather(x, dim=0)[: self.rows.total]
+
+    def pick_rows(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Some rows of the step, on every rank: x [held, hidden], index int64 [n] -> [n, hidden]. By a sum to which
+        one rank adds each row and the others zeros, or by way of all rows where that sends less."""
+        if len(index) == 0:
+            return x[:0]
+        if not self.rows.scattered or 2 * len(index) >= self.rows.held * self.position.tp_size:
+            return self.whole_rows(x)[index]
+        local = index - self.position.tp_rank * self.rows.held
+        elsewhere = (local < 0) | (local >= self.rows.held)
+        picked = x[local.masked_fill(elsewhere, 0)].masked_fill_(elsewhere[:, None], 0)
+        return self.all_reduce(picked)
+
     # --- between stages -------------------------------------------------------------------------------------------
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """To the rank in the same place of the next stage. Returns at once; `hidden` must not be written again."""
         target = self.position.rank + self.position.shape.stage_size
+        self.traffic["send_hidden"] += hidden.nbytes
         self._send(self._hidden_sends, hidden.contiguous(), target, limit=2)
 
     def receive_hidden(self, out: torch.Tensor) -> torch.Tensor:
@@ -211,14 +290,20 @@ class ParallelContext:
             while len(under_way) > limit:
                 under_way.popleft()[0].wait()
 
-    def _wait(self, what: str, operation: Callable[[Groups], object]) -> None:
+    def _wait(self, what: str, operation: Callable[[Groups], T]) -> T:
         assert self._groups is not None, what
         with _collective(f"{self.position}: {what}"):
-            operation(self._groups)
+            return operation(self._groups)
 
 
-def _group(groups: Groups, axis: Axis) -> dist.ProcessGroup | None:
-    return {"tensor": groups.tensor, "context": groups.context, "expert": groups.expert}[axis]
+def _group(groups: Groups, axis: Axis) -> dist.ProcessGroup:
+    group = {"tensor": groups.tensor, "context": groups.context, "expert": groups.expert}[axis]
+    assert group is not None, f"no ranks along the {axis} axis"
+    return group
+
+
+def _over_gloo(group: dist.ProcessGroup) -> bool:
+    return bool(dist.get_backend(group) == "gloo")
 
 
 @contextmanager

@@ -51,7 +51,8 @@ class ParallelHead:
 
 
 class ParallelEmbedding:
-    """Token ids -> hidden states in the activation dtype, on every rank. A tied one shares the head's weight."""
+    """Token ids -> hidden states in the activation dtype, of the rows that the rank holds. A tied one shares the head's
+    weight."""
 
     def __init__(
         self, load: WeightLoader, name: str, vocab_size: int, hidden_size: int, *, tied_to: ParallelHead | None = None
@@ -69,12 +70,12 @@ class ParallelEmbedding:
                 self.packed = load.linear([table], [])
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids [n] int64 -> [n, hidden]."""
+        """token_ids [total] int64, on every rank -> [held, hidden] (`StepRows`)."""
         if self.context.position.tp_size == 1:
             return self._rows(token_ids)
         elsewhere = (token_ids < self.shard.start) | (token_ids >= self.shard.stop)
         hidden = self._rows((token_ids - self.shard.start).masked_fill(elsewhere, 0))
-        return self.context.all_reduce(hidden.masked_fill_(elsewhere[:, None], 0))
+        return self.context.sum_rows(hidden.masked_fill_(elsewhere[:, None], 0))
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:

@@ -2,6 +2,9 @@
 
 Column layers split their output features, row layers their input features and sum over the ranks. How a weight is
 stored is the business of `Ops.prepare_linear`; a layer only knows its slice.
+
+Column layers begin with all rows of the step and row layers end with those that the rank holds: with sequence
+parallelism (`StepRows`) a share of them, n stands for either below.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ class ColumnLinear:
         rows = split_evenly(f"{names[0]}: output features", out_features, position.tp_size, position.tp_rank)
         weights = [load.matrix(f"{name}.weight", (out_features, in_features), rows) for name in names]
         biases = [load.vector(f"{name}.bias", out_features, rows) for name in names] if bias else []
-        self.ops = load.ops
+        self.ops, self.context = load.ops, load.context
         self.weight = load.linear(weights, biases)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, self.weight)
+        return self.ops.linear(self.context.whole_rows(x), self.weight)
 
 
 class QKVLinear:
@@ -62,12 +65,13 @@ class QKVLinear:
             weights.append(load.matrix(f"{prefix}.{letter}_proj.weight", (total * head_dim, hidden_size), rows))
             if bias:
                 biases.append(load.vector(f"{prefix}.{letter}_proj.bias", total * head_dim, rows))
-        self.ops = load.ops
+        self.ops, self.context = load.ops, load.context
         self.weight = load.linear(weights, biases)
         self._sizes = [self.heads.num_heads, self.heads.num_kv_heads, self.heads.num_kv_heads]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [n, hidden] -> q [n, num_heads, head_dim], k and v [n, num_kv_heads, head_dim], views of one tensor."""
+        x = self.context.whole_rows(x)
         heads = self.ops.linear(x, self.weight).view(x.shape[0], -1, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
         return q, k, v
@@ -88,4 +92,4 @@ class RowLinear:
         self.weight = load.linear([weight], biases if position.tp_rank == 0 else [])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.context.all_reduce(self.ops.linear(x, self.weight))
+        return self.context.sum_rows(self.ops.linear(x, self.weight))

@@ -24,6 +24,8 @@ class MeshShape:
     """Share the tokens of each sequence out."""
     expert_parallel: bool = False
     """Whether the ranks of a stage share whole experts out, rather than a slice of each."""
+    num_redundant_experts: int = 0
+    """Slots of each layer beyond one for each expert, with `expert_parallel`: busy experts have several."""
 
     @property
     def stage_size(self) -> int:

@@ -18,7 +18,9 @@ class Computed:
     """What the model gave for one step. Memory of a program: valid until the next step."""
 
     hidden: torch.Tensor
-    """[num_tokens, hidden_size]."""
+    """[num_tokens, hidden_size]: all rows of the step. On a stage that is not the last those that the rank holds; where
+    they were scattered, on the last the sampling ones alone, in the order of `sample_rows`, unless a prompt is
+    scored."""
     logits: torch.Tensor | None = None
     """[num_tokens, vocab_size], when a program computed them along."""
     sample_rows: torch.Tensor | None = None

@@ -93,9 +93,10 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch) -> Computed:
         position = self.context.position
+        self.context.begin_step(batch.num_tokens, self.settings.sequence_parallel_min_tokens)
         received = None
         if not position.is_first_stage:
-            shape = (batch.num_tokens, self.config.hidden_size)
+            shape = (self.context.rows.held, self.config.hidden_size)
             received = torch.empty(shape, dtype=self.model.ops.activation_dtype, device=self.device)
             self.context.receive_hidden(received)
         computed = self.captured.run(batch, received)
@@ -106,9 +107,18 @@ class ModelRunner:
             computed = Computed(hidden, sample_rows=step.sample_rows)
             if not position.is_last_stage:
                 self.context.send_hidden(hidden)
+            elif self.context.rows.scattered:
+                computed = self._gather_for_head(batch, computed)
         elif not position.is_last_stage:
             self.context.send_hidden(computed.hidden.clone())  # the next step may overwrite it before it is sent
         return computed
+
+    def _gather_for_head(self, batch: ForwardBatch, computed: Computed) -> Computed:
+        """The rows whose logits are asked for, on every rank: those that sample, or all where a prompt is scored."""
+        assert computed.sample_rows is not None
+        if any(sequence.sampling.prompt_logprobs is not None for sequence in batch.sequences):
+            return Computed(self.context.whole_rows(computed.hidden), sample_rows=computed.sample_rows)
+        return Computed(self.context.pick_rows(computed.hidden, computed.sample_rows))
 
     def _place(self, batch: ForwardBatch) -> PlacedStep:
         if self._inputs is not None:

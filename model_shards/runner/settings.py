@@ -43,6 +43,11 @@ class RunnerSettings:
     data_parallel_size: int = 1
     context_parallel_size: int = 1
     expert_parallel: bool = False
+    num_redundant_experts: int = 0
+    expert_rebalance_interval: int = 0
+    """Steps after which experts move to where their loads ask for; 0: never."""
+    sequence_parallel_min_tokens: int = 0
+    """Rows of a step from which they are scattered over the tensor-parallel ranks between layers; 0: never."""
     eos_token_ids: tuple[int, ...] = ()
     """Ends of a sequence that the tokenizer knows beyond those of the model's configuration: masked up to min_tokens
     like those."""
@@ -55,6 +60,7 @@ class RunnerSettings:
             self.data_parallel_size,
             self.context_parallel_size,
             self.expert_parallel,
+            self.num_redundant_experts,
         )
 
     @property
