@@ -231,7 +231,23 @@ class Ops(ABC):
     def paged_attention_lse(
         self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the fp32 log-sum-exp [num_tokens, num_heads], for exact merges of partial attention."""
+        """The same in fp32, with the fp32 log-sum-exp [num_tokens, num_heads], for exact merges of partial attention.
+        A sequence may have fewer keys than queries: those before the first key give zeros and -inf."""
+
+    def merge_attention(
+        self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+    ) -> None:
+        """Attention over two disjoint sets of keys becomes that over both, in `out` and `lse`: fp32 [n, num_heads,
+        head_dim] and [n, num_heads], as `paged_attention_lse` gives them. A row's result depends on that row alone; one
+        without any key in either keeps zeros and -inf. (Milakov & Gimelshein 2018, arXiv:1805.02867.) All four may be
+        views whose rows and heads lie evenly apart."""
+        top = torch.maximum(lse, other_lse)
+        top = top.masked_fill(top == -torch.inf, 0)
+        mine, theirs = torch.exp(lse - top), torch.exp(other_lse - top)
+        total = mine + theirs
+        divisor = total.masked_fill(total == 0, 1).unsqueeze(-1)
+        out.mul_(mine.unsqueeze(-1) / divisor).add_(other * (theirs.unsqueeze(-1) / divisor))
+        lse.copy_(top + total.log())
 
     @abstractmethod
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

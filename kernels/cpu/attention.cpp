@@ -211,7 +211,7 @@ struct Attention {
         const i64 heads = group();
         for (i64 r = 0; r < rows(t); r++) {
             const i64 row = (t.first_row + r / heads) * s.heads + t.head * heads + r % heads;
-            const float inverse = 1.0f / p.total[r];
+            const float inverse = t.position + r / heads < 0 ? 0.0f : 1.0f / p.total[r];  // before the first key: zeros
             float *to = out + row * s.value_dim, *acc = p.acc + r * width();
             i64 c = 0;
             for (; c + PANEL <= s.value_dim; c += PANEL) {

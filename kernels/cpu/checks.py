@@ -24,12 +24,14 @@ def check_slots(slot_mapping: torch.Tensor, pages: KVPages) -> None:
     _check_range("slot", slot_mapping[slot_mapping != -1], len(pages.k) * pages.format.block_size)
 
 
-def check_attention(meta: AttentionMetadata, pages: KVPages, num_tokens: int) -> None:
-    """Raises IndexError unless every block that a sequence reaches is in the pool, and every query is a token."""
+def check_attention(meta: AttentionMetadata, pages: KVPages, num_tokens: int, *, keyless: bool = False) -> None:
+    """Raises IndexError unless every block that a sequence reaches is in the pool, and every query is a token; with
+    `keyless` there may be queries before the first key."""
     query_lens = meta.query_start.diff()
     if len(meta.query_start) != len(meta.seq_lens) + 1 or int(meta.query_start[0]) != 0:
         raise IndexError("query_start must have one entry more than seq_lens and start at 0")
-    if (query_lens < 0).any() or (query_lens > meta.seq_lens).any() or int(meta.query_start[-1]) > num_tokens:
+    too_many = not keyless and (query_lens > meta.seq_lens).any()
+    if (query_lens < 0).any() or too_many or int(meta.query_start[-1]) > num_tokens:
         raise IndexError(f"query_start {meta.query_start.tolist()} does not fit seq_lens {meta.seq_lens.tolist()}")
     capacity = meta.block_tables.shape[1] * pages.format.block_size
     if (meta.seq_lens > capacity).any():

@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "store_kv": (_P, _L, _P, _L, _P, _P, _I, _P, _L, _L, _L, _L, _I),
     "sample": (_P, _L, _P, _L, _L, _P, _P, _I),
     "paged_attention": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _P, _P, _L, _I),
+    "merge_attention": (_P, _L, _P, _L, _P, _L, _P, _L, _L, _L, _I),
     "rotary_store_latent": (_P, _L, _P, _L, _P, _F, _P, _P, _P, _I, _P, _L, _P, _I),
     "mla_attention": (_P, _P, _L, _P, _I, _P, _P, _P, _P, _F, _P, _L, _I),
     "run_program": (_P, _L),
@@ -57,6 +58,7 @@ class Native:
     store_kv: Callable[..., None]
     sample: Callable[..., None]
     paged_attention: Callable[..., None]
+    merge_attention: Callable[..., None]
     rotary_store_latent: Callable[..., None]
     mla_attention: Callable[..., None]
     run_program: Callable[..., None]

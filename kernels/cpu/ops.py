@@ -173,6 +173,18 @@ class CpuOps(Ops):
         lse = torch.full(q.shape[:2], -torch.inf)
         return self._attention(q, pages, meta, scale, window, lse), lse
 
+    def merge_attention(
+        self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+    ) -> None:
+        rows, dim = _even_rows(out), out.shape[2]
+        others, lses, other_lses = _even_rows(other), _even_rows(lse[..., None]), _even_rows(other_lse[..., None])
+        assert rows.shape == others.shape == (len(lses), dim), (out.shape, other.shape, lse.shape)
+        assert len(lses) == len(other_lses), (lse.shape, other_lse.shape)
+        self._native.merge_attention(
+            rows.data_ptr(), rows.stride(0), lses.data_ptr(), lses.stride(0), others.data_ptr(), others.stride(0),
+            other_lses.data_ptr(), other_lses.stride(0), len(rows), dim, torch.get_num_threads(),
+        )  # fmt: skip
+
     def _attention(
         self,
         q: torch.Tensor,
@@ -190,7 +202,7 @@ class CpuOps(Ops):
         assert meta.block_tables.is_contiguous()
         assert meta.query_start.dtype == meta.seq_lens.dtype == meta.block_tables.dtype == torch.int32
         if self._checked:
-            checks.check_attention(meta, pages, tokens)
+            checks.check_attention(meta, pages, tokens, keyless=lse is not None)
         num_seqs, table_width = meta.block_tables.shape
         shape = _Shape(
             num_seqs, heads, page.num_kv_heads, dim, dim, page.block_size, table_width, q.stride(0), window or 0
@@ -252,6 +264,14 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _even_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, dim] as [tokens * heads, dim]: always a view, so that it can be written."""
+    assert x.dtype == torch.float32, x.dtype
+    rows = x.view(-1, x.shape[2])
+    assert rows.stride(1) == 1 or rows.shape[1] == 1, x.stride()
+    return rows
 
 
 def _as_heads(x: torch.Tensor) -> torch.Tensor:

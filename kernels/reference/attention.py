@@ -13,10 +13,11 @@ def paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of q [num_tokens, num_heads, head_dim] over pages of any layout.
 
-    Returns the output like q and the fp32 log-sum-exp of the scaled scores [num_tokens, num_heads]. Head h reads the
-    key-value head h // (num_heads // num_kv_heads). Rows that no sequence owns are zero.
+    Returns the output in fp32 and the log-sum-exp of the scaled scores [num_tokens, num_heads]. Head h reads the
+    key-value head h // (num_heads // num_kv_heads). Rows that no sequence owns, and queries before the first key, are
+    zero and -inf.
     """
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     starts, lengths = meta.query_start.tolist(), meta.seq_lens.tolist()
     for i, length in enumerate(lengths):
@@ -31,7 +32,9 @@ def paged_attention(
         visible = visible_keys(len(queries), length, window, q.device)
         scores = scores.masked_fill(~visible, -torch.inf)
         lse[rows] = torch.logsumexp(scores, dim=-1).T
-        out[rows] = torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), values).to(q.dtype)
+        # The softmax of a query that sees nothing would be NaN.
+        weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(-1, keepdim=True), 0)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, values)
     return out, lse
 
 

@@ -75,7 +75,7 @@ class ReferenceOps(Ops):
     def paged_attention(
         self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
     ) -> torch.Tensor:
-        return self.paged_attention_lse(q, pages, meta, scale, window)[0]
+        return self.paged_attention_lse(q, pages, meta, scale, window)[0].to(q.dtype)
 
     def paged_attention_lse(
         self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
