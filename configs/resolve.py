@@ -14,13 +14,16 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured."""
+    """What was measured, or is planned for; of several machines, the least that one of them has."""
 
     num_gpus: int
+    """Of all machines together."""
     available_ram: int
     """Bytes that this process may still use, its container's limit included."""
     free_gpu_memory: int = 0
     """Bytes free on the fullest GPU that would be used."""
+    ranks: int | None = None
+    """How many share the RAM; None: all of the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ def _available(config: EngineConfig, machine: Machine, device: Device) -> int:
     """Bytes that one rank may use."""
     if device == "cuda":
         return machine.free_gpu_memory
-    return machine.available_ram // config.world_size
+    return machine.available_ram // (machine.ranks or config.world_size)
 
 
 def _memory_budget(config: EngineConfig, available: int, defaults: _DeviceDefaults) -> int | None:

@@ -29,6 +29,7 @@ from shoal.guardrails.pipeline import load_rails
 
 if TYPE_CHECKING:
     from shoal.deployments.shard_group import ShardGroup
+    from shoal.model_shards.executor.source import RankSource
 
 logger = logging.getLogger("shoal.gateway")
 
@@ -38,6 +39,8 @@ _LAST_WORDS_S = 2.0
 AsyncCall = Callable[[], Coroutine[Any, Any, None]]
 MirrorFactory = Callable[[str], Mirror]
 """Model name -> where its metrics are reported as well."""
+RankSourceFactory = Callable[[], "RankSource"]
+"""Where the model's ranks run; called in a thread, since it may wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,13 @@ class Gateway:
         self._closers, self._checks = list(resident.closers), resident.checks
 
     @classmethod
-    async def colocated(cls, config: AppConfig, mirror: MirrorFactory | None = None) -> Gateway:
-        """Loads the model here and connects to it. Raises ConfigError or ModelLoadError, with nothing left running."""
+    async def colocated(
+        cls, config: AppConfig, mirror: MirrorFactory | None = None, ranks: RankSourceFactory | None = None
+    ) -> Gateway:
+        """Loads the model, on this machine unless `ranks` says where, and connects to it. Raises ConfigError or
+        ModelLoadError, with nothing left running."""
         guard = Guard(config.guard)
-        group = await asyncio.to_thread(build_shard_group, config, mirror)
+        group = await asyncio.to_thread(build_shard_group, config, mirror, ranks)
         tokenizer = Tokenizer(group.engine.tokenizer, config.tokenizer, config.gateway.limits)
 
         async def close() -> None:
@@ -136,13 +142,15 @@ def _has_input_rails(config: AppConfig) -> bool:
     return config.guard.check_input and config.guard.deny_list is not None
 
 
-def build_shard_group(config: AppConfig, mirror: MirrorFactory | None = None) -> ShardGroup:
+def build_shard_group(
+    config: AppConfig, mirror: MirrorFactory | None = None, ranks: RankSourceFactory | None = None
+) -> ShardGroup:
     """Loads the model and starts its engine; takes seconds. Raises ConfigError or ModelLoadError."""
     from shoal.deployments.shard_group import ShardGroup
     from shoal.model_shards.engine.build import build_engine
 
     metrics = Metrics(ENGINE_METRICS)
-    engine = build_engine(config.engine, EngineMetrics(metrics))
+    engine = build_engine(config.engine, EngineMetrics(metrics), ranks() if ranks is not None else None)
     metrics.name_model(engine.model_name, None if mirror is None else mirror(engine.model_name))
     engine.start()
     lease_s = config.wiring.gateway_lease_s

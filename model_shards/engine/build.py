@@ -14,11 +14,11 @@ from shoal.configs.schema import EngineConfig
 from shoal.kvcache.manager import KVCacheManager
 from shoal.model_shards.engine.admission import AdmissionLimits
 from shoal.model_shards.engine.engine import Engine, EngineSettings
-from shoal.model_shards.engine.machine import measure_machine
 from shoal.model_shards.engine.metrics import MetricsSink
 from shoal.model_shards.engine.pacing import StepPacer
 from shoal.model_shards.engine.policy import make_policy
 from shoal.model_shards.engine.scheduler import Scheduler, SchedulerSettings
+from shoal.model_shards.executor.source import RankSource, ThisMachine
 
 if TYPE_CHECKING:
     from shoal.kvcache.planner import MemoryPlan, MemoryRequest
@@ -52,11 +52,16 @@ class _Parts:
     memory_plan: MemoryPlan | None = None
 
 
-def build_engine(config: EngineConfig, metrics: MetricsSink | None = None) -> Engine:
-    """Loads the model and starts its ranks; the caller starts the engine. Raises ConfigError or ModelLoadError, with
-    nothing left running."""
-    settings = resolve_engine(config, measure_machine())
-    parts = _scripted(settings) if settings.model.startswith(SCRIPTED) else _real(settings)
+def build_engine(config: EngineConfig, metrics: MetricsSink | None = None, ranks: RankSource | None = None) -> Engine:
+    """Loads the model and starts its ranks, on this machine unless `ranks` says where; the caller starts the engine.
+    Raises ConfigError or ModelLoadError, with nothing left running."""
+    ranks = ranks or ThisMachine()
+    try:
+        settings = resolve_engine(config, ranks.machine())
+        parts = _scripted(settings) if settings.model.startswith(SCRIPTED) else _real(settings, ranks)
+    except BaseException:
+        ranks.close()
+        raise
     try:
         return _assemble(settings, parts, metrics)
     except BaseException:
@@ -123,7 +128,7 @@ def _scripted(settings: ResolvedEngine) -> _Parts:
     )
 
 
-def _real(settings: ResolvedEngine) -> _Parts:
+def _real(settings: ResolvedEngine, ranks: RankSource) -> _Parts:
     from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
     from shoal.model_shards.weights.open import open_checkpoint
     from shoal.model_shards.weights.sources import resolve_model
@@ -138,7 +143,7 @@ def _real(settings: ResolvedEngine) -> _Parts:
     runner = _runner_settings(settings, source, max_model_len, plan.num_blocks, tokenizer.eos_token_ids)
     return _Parts(
         name=source.name,
-        executor=_make_executor(runner, settings.step_timeout_s),
+        executor=ranks.start(runner, settings.step_timeout_s),
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         num_blocks=plan.num_blocks,
@@ -253,15 +258,6 @@ def _runner_settings(
         expert_rebalance_interval=settings.expert_rebalance_interval,
         sequence_parallel_min_tokens=settings.sequence_parallel_min_tokens,
         eos_token_ids=eos_token_ids,
-    )
-
-
-def _make_executor(runner: RunnerSettings, step_timeout_s: float) -> Executor:
-    from shoal.model_shards.executor.local import LocalExecutor
-    from shoal.model_shards.executor.multiprocess import MultiprocessExecutor
-
-    return (
-        LocalExecutor(runner) if runner.world_size == 1 else MultiprocessExecutor(runner, step_timeout_s=step_timeout_s)
     )
 
 
