@@ -20,6 +20,10 @@ from shoal.model_shards.parallel.loader import WeightLoader
 class Layer(Protocol):
     """One layer. The residual stream is kept beside the branch so that adding it fuses with the next norm."""
 
+    @property
+    def mlp(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What comes after attention: an MLP, or a choice of experts."""
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, pages: KVPages, meta: AttentionMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,12 +80,18 @@ class Decoder:
         on its device: those that are asked for (None: all) -> fp32 [n, vocab_size] on the rank that samples, None on
         the stage's other ranks (which must call it too)."""
         assert self.head is not None, "only the last stage has a head"
-        eps = self.config.rms_eps
+        return self.head(self._final_norm(hidden, rows))
+
+    def shard_logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Like `logits`, of this rank's shard of the vocabulary: [n, shard.padded] (see `ParallelHead`). No rank waits
+        for another."""
+        assert self.head is not None, "only the last stage has a head"
+        return self.head.shard_logits(self._final_norm(hidden, rows))
+
+    def _final_norm(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         if rows is None:
-            normed, _ = self.ops.rms_norm(hidden, self.final_norm, eps)
-        else:
-            normed = self.ops.rms_norm_rows(hidden, rows, self.final_norm, eps)
-        return self.head(normed)
+            return self.ops.rms_norm(hidden, self.final_norm, self.config.rms_eps)[0]
+        return self.ops.rms_norm_rows(hidden, rows, self.final_norm, self.config.rms_eps)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None

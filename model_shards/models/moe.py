@@ -7,13 +7,15 @@ The families differ in data only: how scores are made and weighted (`MoEConfig`)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.mlp import MLP
 from shoal.model_shards.models.routing import select_experts
 from shoal.model_shards.models.shapes import moe_names
-from shoal.model_shards.parallel.experts import ExpertMLP
+from shoal.model_shards.parallel.experts import ExpertMLP, ParallelExperts
 from shoal.model_shards.parallel.loader import WeightLoader
 
 
@@ -43,6 +45,12 @@ class MoE:
         expert_ids, weights = select_experts(self.ops.router_logits(x, self.router), self.selection_bias, self.config)
         chosen = self.experts(x, expert_ids, weights)
         return chosen if self.shared is None else chosen + self.shared(x)
+
+
+def parallel_experts(mlps: Iterable[object]) -> list[ParallelExperts]:
+    """Of those MLPs that are a choice of experts, the ones that are shared out whole."""
+    found = [mlp.experts.parallel for mlp in mlps if isinstance(mlp, MoE)]
+    return [experts for experts in found if experts is not None]
 
 
 def make_mlp(config: ModelConfig, layer: int, load: WeightLoader) -> MLP | MoE:

@@ -1,8 +1,20 @@
-"""Bringing rows to experts: in the order of the experts' slots, so that each expert's rows are neighbours."""
+"""Bringing rows to the experts' slots, and what became of them back, where ranks hold whole experts.
+
+    sort by slot -> exchange counts -> rows to the slots' ranks -> (experts) -> results back -> the rows' own order
+
+Every row arrives: there is no capacity beyond which rows are dropped. Every rank takes part in every exchange, whether
+or not it has rows or gets some. The counts are wanted in the host's memory, to size what follows: on a GPU the one
+place in a layer where the host waits for the device.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 import torch
+
+from shoal.model_shards.parallel.context import ParallelContext
 
 
 def sort_by_slot(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,3 +29,52 @@ def sort_by_slot(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, tor
 def inverse(order: torch.Tensor) -> torch.Tensor:
     """The permutation that undoes `order` int64 [m]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """The rows that one exchange brought to this rank, and what it takes to answer them."""
+
+    rows: torch.Tensor
+    """[received, hidden], slot by slot."""
+    starts: torch.Tensor
+    """int32 [slots of this rank + 1]: rows starts[s] : starts[s + 1] are for its s-th slot."""
+    _order: torch.Tensor
+    """Where each of `rows` was as it arrived, rank by rank."""
+    _departure: torch.Tensor
+    """Where each row that this rank sent was before it was sorted."""
+    _sent: list[int]
+    _received: list[int]
+    """Rows to and from each rank."""
+
+
+class ExpertDispatch:
+    """The exchanges over the ranks of a stage, each of which has `num_slots` slots: rank r has slots r * num_slots :
+    (r + 1) * num_slots of the layer."""
+
+    def __init__(self, context: ParallelContext, num_slots: int) -> None:
+        self._context, self._num_slots = context, num_slots
+        self.rows: Counter[str] = Counter()
+        """Rows "sent" and "received" so far, a rank's own to itself included."""
+
+    def send(self, x: torch.Tensor, slots: torch.Tensor) -> Arrivals:
+        """x [n, hidden], slots int64 [n, k]: each row goes to k slots of the layer. On all ranks of the stage."""
+        ranks, num_slots = self._context.size("expert"), self._num_slots
+        departure, starts = sort_by_slot(slots.flatten(), ranks * num_slots)
+        leaving = starts.diff()
+        even = [num_slots] * ranks
+        arriving = self._context.all_to_all(leaving, even, even)
+        sent, received = torch.stack((leaving, arriving)).view(2, ranks, num_slots).sum(2).tolist()
+        rows = self._context.all_to_all(x[departure // slots.shape[1]], sent, received)
+        # From each rank the rows come slot by slot; now slot by slot over all ranks.
+        each = torch.arange(num_slots, device=x.device).repeat(ranks)
+        order, starts = sort_by_slot(torch.repeat_interleave(each, arriving, output_size=len(rows)), num_slots)
+        self.rows.update(sent=sum(sent), received=sum(received))
+        return Arrivals(rows[order], starts, order, departure, sent, received)
+
+    def answer(self, arrivals: Arrivals, results: torch.Tensor) -> torch.Tensor:
+        """results [received, hidden], one for each of `arrivals.rows` -> [n * k, hidden]: those of the rows that this
+        rank sent, the k of a row beside each other. On all ranks of the stage."""
+        ordered = results[inverse(arrivals._order)]
+        back = self._context.all_to_all(ordered, arrivals._received, arrivals._sent)
+        return back[inverse(arrivals._departure)]

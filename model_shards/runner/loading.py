@@ -34,13 +34,70 @@ def check_mesh(config: ModelConfig, mesh: MeshShape) -> None:
     cut_stages(config, mesh.pp_size)
     for setting, used in (
         ("data_parallel_size", mesh.dp_size > 1),
-        ("context_parallel_size", mesh.cp_size > 1),
-        ("expert_parallel", mesh.expert_parallel),
     ):
         if used:
             raise ConfigError(f"{setting} is not built yet.", param=setting)
+    _check_context(config, mesh)
     HeadSplit.of_rank(config.num_heads, config.num_kv_heads, mesh.tp_size, 0)
-    split_evenly("intermediate_size", config.intermediate_size, mesh.tp_size, 0)
+    if config.moe is None or config.moe.dense_layers:
+        split_evenly("intermediate_size", config.intermediate_size, mesh.tp_size, 0)
+    _check_experts(config, mesh)
+
+
+def _check_context(config: ModelConfig, mesh: MeshShape) -> None:
+    ranks = mesh.cp_size
+    if ranks == 1:
+        return
+    for setting, used in (
+        ("data_parallel_size above 1", mesh.dp_size > 1),
+        ("expert_parallel", mesh.expert_parallel),
+        ("multi-head latent attention", config.mla is not None),
+    ):
+        if used:
+            raise ConfigError(
+                f"context_parallel_size is {ranks}, which does not go together with {setting}. Set it to 1.",
+                param="context_parallel_size",
+            )
+    if config.sliding_layers and config.sliding_window is not None and config.sliding_window % ranks:
+        raise ConfigError(
+            f"context_parallel_size {ranks} does not divide the sliding window of {config.sliding_window} tokens: "
+            "each rank must hold equally many of its keys.",
+            param="context_parallel_size",
+        )
+
+
+def _check_experts(config: ModelConfig, mesh: MeshShape) -> None:
+    moe, ranks, redundant = config.moe, mesh.ep_size, mesh.num_redundant_experts
+    if mesh.dp_size > 1 and not mesh.expert_parallel:
+        raise ConfigError(
+            f"data_parallel_size is {mesh.dp_size}, but expert_parallel is off: the parts of one engine have nothing "
+            "in common but experts. Set expert_parallel to true (for a model of experts), or run more replicas.",
+            param="data_parallel_size",
+        )
+    if mesh.expert_parallel and moe is None:
+        raise ConfigError(
+            f"expert_parallel is true, but this {config.family} model has no experts. Set it to false.",
+            param="expert_parallel",
+        )
+    if moe is None:
+        return
+    split_evenly("shared_size", moe.shared_size, mesh.tp_size, 0)
+    if not mesh.expert_parallel:
+        split_evenly("expert_size", moe.expert_size, mesh.tp_size, 0)
+    elif (moe.num_experts + redundant) % ranks:
+        fits = -(moe.num_experts + redundant) % ranks + redundant
+        raise ConfigError(
+            f"{moe.num_experts} experts and num_redundant_experts {redundant} are {moe.num_experts + redundant} slots, "
+            f"which cannot be shared out over the {ranks} ranks of a stage evenly. Set num_redundant_experts to "
+            f"{fits}, or change the parallel sizes.",
+            param="num_redundant_experts",
+        )
+    elif redundant > moe.num_experts * (ranks - 1):
+        raise ConfigError(
+            f"num_redundant_experts is {redundant}, but {moe.num_experts} experts on {ranks} ranks can use at most "
+            f"{moe.num_experts * (ranks - 1)}: then every rank has all of them.",
+            param="num_redundant_experts",
+        )
 
 
 @contextmanager
@@ -88,8 +145,9 @@ def _load_stage(
     scheme = make_scheme(settings.weights, settings.dtype, checkpoint)
     load = WeightLoader(reader, ops, context, scheme, device)
     model = model_factory(config.family)(config, stage, load, settings.max_model_len)
-    elsewhere = frozenset[str]().union(*(checkpoint_names(config, other) for other in stages if other is not stage))
-    reader.finish(elsewhere)
+    # Whole experts are read by other ranks of the same stage too.
+    others = [other for other in stages if other is not stage or position.ep_size > 1]
+    reader.finish(frozenset[str]().union(*(checkpoint_names(config, other) for other in others)))
     _return_free_memory()
     logger.info(
         "%s: layers %d to %d of %s loaded in %.1f s (%s %s weights, %s operators)",
