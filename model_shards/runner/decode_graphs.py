@@ -70,6 +70,8 @@ class DecodeGraphs(CapturedSteps):
         model, rows = self._model, self._sizes[-1]
         if not self._context.queues_sums:
             return _without("the sums over the ranks wait in the host")
+        if self._context.position.ep_size > 1:
+            return _without("how many rows travel to each rank's experts must be known in the host")
         capturer = model.ops.capturer(captured_bytes(model.config, rows, rows, model.ops.activation_dtype))
         if capturer is None:
             return _without(f"nothing captures the {model.ops.name} operators on this device")

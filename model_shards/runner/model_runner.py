@@ -8,7 +8,9 @@ import torch
 
 from shoal.kernels.page_format import PageFormat
 from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan
+from shoal.model_shards.models.moe import parallel_experts
 from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.rebalance import ExpertRebalancer
 from shoal.model_shards.parallel.split import HeadSplit
 from shoal.model_shards.runner.batch import ForwardBatch, build_batch
 from shoal.model_shards.runner.captured import CapturedSteps, Computed
@@ -63,6 +65,7 @@ class ModelRunner:
             self.captured = graphs = DecodeGraphs(self.model, self.pages, self._inputs, context, sizes)
             graphs.prepare()
             self._warm_up()  # afterwards, since a capture gives back the memory that the largest step takes
+        self.rebalancer = self._make_rebalancer()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -87,7 +90,17 @@ class ModelRunner:
             self.outputs.sample(computed, sampling, output)
         if sampling and not self.samples:
             self._unreceived.append(sampling)
+        if self.rebalancer is not None:
+            self.rebalancer.after_step()
         return output
+
+    def _make_rebalancer(self) -> ExpertRebalancer | None:
+        experts = parallel_experts(layer.mlp for layer in self.model.layers)
+        if self.config.moe is None or not experts or not self.settings.expert_rebalance_interval:
+            return None
+        return ExpertRebalancer(
+            experts, self.context, self.settings.expert_rebalance_interval, self.config.moe.num_groups
+        )
 
     # --- the model ------------------------------------------------------------------------------------------------
 
