@@ -24,6 +24,12 @@ def check_slots(slot_mapping: torch.Tensor, pages: KVPages) -> None:
     _check_range("slot", slot_mapping[slot_mapping != -1], len(pages.k) * pages.format.block_size)
 
 
+def check_groups(group_starts: torch.Tensor, num_rows: int) -> None:
+    starts = group_starts.tolist()
+    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_rows:
+        raise IndexError(f"group starts {starts} do not ascend from 0 to at most {num_rows} rows")
+
+
 def check_attention(meta: AttentionMetadata, pages: KVPages, num_tokens: int, *, keyless: bool = False) -> None:
     """Raises IndexError unless every block that a sequence reaches is in the pool, and every query is a token; with
     `keyless` there may be queries before the first key."""

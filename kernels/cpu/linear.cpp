@@ -7,6 +7,7 @@
 #include <array>
 #include <utility>
 
+#include "groups.h"
 #include "parallel.h"
 #include "replay.h"
 #include "tile.h"
@@ -66,16 +67,30 @@ struct Linear {
     const float* bias;
     Output out;
     i64 rows, depth, panels;
-    int threads;
+
+    // Pieces of work, which threads share out: few rows are one tile, for as many panels as suit it; many are blocks of
+    // tiles, whose activations stay in L2 for one panel after the other.
+    i64 units() const {
+        if (rows <= MR) return rows == 0 ? 0 : ceil_div(panels, panels_together(static_cast<int>(rows)));
+        return blocks() * panels;
+    }
+
+    i64 blocks() const {
+        i64 most = std::max<i64>(1, std::min(MC, L2_FLOATS / depth) / MR);
+        return ceil_div(Tiles(rows, MR).count, most);
+    }
+
+    void compute(i64 begin, i64 end) const {
+        if (rows <= MR) one_tile(begin, end);
+        else many_tiles(begin, end);
+    }
 
     // The weight streams through once, bound by memory.
-    void one_tile() const {
+    void one_tile(i64 begin, i64 end) const {
         i64 together = panels_together(static_cast<int>(rows));
-        parallel_ranges(ceil_div(panels, together), threads, [&](i64 begin, i64 end) {
-            i64 panel = begin * together, last = std::min(panels, end * together);
-            for (; panel + together <= last; panel += together) tile(PANELS_TOGETHER<W>[rows - 1], panel, together);
-            for (; panel < last; panel++) tile(ONE_PANEL<W>[rows - 1], panel, 1);
-        });
+        i64 panel = begin * together, last = std::min(panels, end * together);
+        for (; panel + together <= last; panel += together) tile(PANELS_TOGETHER<W>[rows - 1], panel, together);
+        for (; panel < last; panel++) tile(ONE_PANEL<W>[rows - 1], panel, 1);
     }
 
     void tile(Multiply<W> multiply, i64 panel, i64 together) const {
@@ -91,16 +106,13 @@ struct Linear {
             for (i64 j = 0; j < width; j += VL) store(sums + r * width + j, bias ? load(bias + panel * NR + j) : vf{});
     }
 
-    // Blocks of rows whose activations stay in L2, for one panel after the other.
-    void many_tiles() const {
+    void many_tiles(i64 begin, i64 end) const {
         Tiles tiles(rows, MR);
-        i64 most = std::max<i64>(1, std::min(MC, L2_FLOATS / depth) / MR), blocks = ceil_div(tiles.count, most);
-        parallel_ranges(blocks * panels, threads, [&](i64 begin, i64 end) {
-            for (i64 i = begin; i < end; i++) {
-                i64 block = i / panels;
-                block_of_rows(tiles, block * tiles.count / blocks, (block + 1) * tiles.count / blocks, i % panels);
-            }
-        });
+        i64 count = blocks();
+        for (i64 i = begin; i < end; i++) {
+            i64 block = i / panels;
+            block_of_rows(tiles, block * tiles.count / count, (block + 1) * tiles.count / count, i % panels);
+        }
     }
 
     // A block of a panel's K stays in the cache for tiles [first, last), of which each fetches a part of the block that
@@ -123,11 +135,22 @@ struct Linear {
         }
     }
 
-    void run() const {
-        if (rows <= MR) one_tile();
-        else many_tiles();
+    void run(int threads) const {
+        parallel_ranges(units(), threads, [&](i64 begin, i64 end) { compute(begin, end); });
     }
 };
+
+template <class W>
+void grouped(Rows x, const void* const* packed, const std::int32_t* starts, i64 groups, Output out, i64 depth,
+             int threads) {
+    const i64 panels = ceil_div(out.columns, NR);
+    auto group = [&](i64 g) {
+        const i64 first = starts[g];
+        return Linear<W>{{x.data + first * x.stride, x.stride}, static_cast<const W*>(packed[g]), nullptr,
+                         {out.data + first * out.stride, out.stride, out.columns}, starts[g + 1] - first, depth, panels};
+    };
+    share_out_groups(groups, threads, group);
+}
 
 template <class W>
 void pack(const W* weight, i64 outputs, i64 depth, W* packed, int threads) {
@@ -181,9 +204,21 @@ void shoal_linear(const float* x, i64 x_stride, const void* packed, int bytes, c
     Output output{out, outputs, outputs};
     Rows in{x, x_stride};
     if (bytes == 2)
-        Linear<std::uint16_t>{in, (const std::uint16_t*)packed, bias, output, rows, depth, panels, threads}.run();
+        Linear<std::uint16_t>{in, (const std::uint16_t*)packed, bias, output, rows, depth, panels}.run(threads);
     else
-        Linear<float>{in, (const float*)packed, bias, output, rows, depth, panels, threads}.run();
+        Linear<float>{in, (const float*)packed, bias, output, rows, depth, panels}.run(threads);
+}
+
+// Rows starts[g] : starts[g + 1] of x (x_stride floats apart) times the weight packed[g], for each group, into the same
+// rows of out [any, outputs], contiguous. All weights are [outputs, depth], of elements of 2 or 4 bytes.
+void shoal_grouped_linear(const float* x, i64 x_stride, const void* const* packed, int bytes, const std::int32_t* starts,
+                          i64 groups, float* out, i64 outputs, i64 depth, int threads) {
+    const i64 tiles = grouped_tiles(starts, groups, MR);
+    threads = worthwhile(threads, tiles * ceil_div(outputs, NR) * NR * depth * bytes, WAKE_BYTES);
+    Output output{out, outputs, outputs};
+    Rows in{x, x_stride};
+    if (bytes == 2) grouped<std::uint16_t>(in, packed, starts, groups, output, depth, threads);
+    else grouped<float>(in, packed, starts, groups, output, depth, threads);
 }
 
 // x [rows, heads, depth] (rows x_stride floats apart) -> out [rows, heads, outputs], contiguous: head h meets the weight
@@ -197,13 +232,14 @@ void shoal_head_linear(const float* x, i64 x_stride, const void* const* packed, 
         Output output{out + h * outputs, heads * outputs, outputs};
         Rows in{x + h * depth, x_stride};
         if (bytes == 2)
-            Linear<std::uint16_t>{in, (const std::uint16_t*)packed[h], nullptr, output, rows, depth, panels, 1}.run();
+            Linear<std::uint16_t>{in, (const std::uint16_t*)packed[h], nullptr, output, rows, depth, panels}.run(1);
         else
-            Linear<float>{in, (const float*)packed[h], nullptr, output, rows, depth, panels, 1}.run();
+            Linear<float>{in, (const float*)packed[h], nullptr, output, rows, depth, panels}.run(1);
     });
 }
 }
 
 SHOAL_REPLAYABLE(weight_rows)
 SHOAL_REPLAYABLE(linear)
+SHOAL_REPLAYABLE(grouped_linear)
 SHOAL_REPLAYABLE(head_linear)

@@ -22,6 +22,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pack_quantized": (_I, _P, _P, _P, _L, _L, _P, _I),
     "quantized_rows": (_I, _P, _L, _P, _L, _P, _I),
     "quantized_linear": (_I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
+    "grouped_linear": (_P, _L, _P, _I, _P, _L, _P, _L, _L, _I),
+    "grouped_quantized_linear": (_I, _P, _L, _P, _P, _L, _P, _L, _L, _I),
     "rms_norm": (_P, _L, _P, _L, _P, _F, _P, _P, _L, _L, _I),
     "head_rms_norm": (_P, _L, _P, _F, _P, _L, _L, _L, _I),
     "rotary": (_P, _L, _L, _P, _L, _L, _P, _P, _L, _L, _I),
@@ -51,6 +53,8 @@ class Native:
     pack_quantized: Callable[..., None]
     quantized_rows: Callable[..., None]
     quantized_linear: Callable[..., None]
+    grouped_linear: Callable[..., None]
+    grouped_quantized_linear: Callable[..., None]
     rms_norm: Callable[..., None]
     head_rms_norm: Callable[..., None]
     rotary: Callable[..., None]

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from shoal.kernels.capture import Capturer
 from shoal.kernels.cpu import checks
+from shoal.kernels.cpu.grouped import PackedGroups, PackedQuantizedGroups
 from shoal.kernels.cpu.native import Native
 from shoal.kernels.cpu.program import CpuCapturer
 from shoal.kernels.cpu.quantized import PackedQuantizedWeight
 from shoal.kernels.draws import WORDS
 from shoal.kernels.huge_pages import Arena
-from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
+from shoal.kernels.ops import (
+    AttentionMetadata,
+    GroupedWeight,
+    GroupMatrix,
+    LinearWeight,
+    Ops,
+    SeparateGroups,
+)
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.quantized import QuantizedMatrix
 
@@ -87,6 +95,37 @@ class CpuOps(Ops):
 
     def prepare_quantized(self, parts: Sequence[QuantizedMatrix], bias: torch.Tensor | None = None) -> LinearWeight:
         return PackedQuantizedWeight(self._native, self._arena, parts, bias)
+
+    def prepare_grouped(self, matrices: Iterable[GroupMatrix]) -> GroupedWeight:
+        separate = super().prepare_grouped(matrices)
+        assert isinstance(separate, SeparateGroups)
+        shape = separate.out_features, separate.in_features
+        dense = [weight.packed for weight in separate.weights if isinstance(weight, PackedWeight)]
+        if len(dense) == separate.num_groups and len({packed.dtype for packed in dense}) == 1:
+            return PackedGroups(self._native, dense, *shape)
+        segments = [
+            weight.segments[0]
+            for weight in separate.weights
+            if isinstance(weight, PackedQuantizedWeight) and len(weight.segments) == 1
+        ]
+        formats = {segment.format for segment in segments}
+        if len(segments) == separate.num_groups and len(formats) == 1:
+            packed = [segment.packed for segment in segments]
+            return PackedQuantizedGroups(self._native, packed, *shape, int(formats.pop()))
+        return separate  # of several formats: one product after the other
+
+    def grouped_linear(self, x: torch.Tensor, weight: GroupedWeight, group_starts: torch.Tensor) -> torch.Tensor:
+        if not isinstance(weight, PackedGroups):
+            return super().grouped_linear(x, weight, group_starts)
+        rows = _as_rows(x)
+        assert rows.shape[1] == weight.in_features, (x.shape, weight.in_features)
+        assert (group_starts.shape, group_starts.dtype) == ((weight.num_groups + 1,), torch.int32), group_starts
+        assert group_starts.is_contiguous()
+        if self._checked:
+            checks.check_groups(group_starts, len(rows))
+        out = torch.empty((len(rows), weight.out_features))
+        weight.multiply(rows, group_starts, out)
+        return out
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert x.shape[-1] == weight.in_features, (x.shape, weight.in_features)

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <utility>
 
+#include "groups.h"
 #include "int_tile.h"
 #include "parallel.h"
 #include "replay.h"
@@ -86,7 +87,6 @@ struct Linear {
     const float* bias;
     Output out;
     i64 rows, panels;
-    int threads;
 
     i64 panel_bytes() const { return x.stride * group_bytes(FORMAT); }
 
@@ -101,49 +101,74 @@ struct Linear {
         out.write(sums, row, count, panel * PANEL);
     }
 
+    // Pieces of work, which threads share out: one panel and a tile, or a block of them.
+    i64 units() const { return rows == 0 ? 0 : rows <= MR ? panels : blocks() * panels; }
+    i64 blocks() const { return ceil_div(Tiles(rows, MR).count, MC / MR); }
+
+    void compute(i64 begin, i64 end) const {
+        if (rows <= MR) one_tile(begin, end);
+        else many_tiles(begin, end);
+    }
+
     // The weight streams through once, bound by memory.
-    void one_tile() const {
-        parallel_ranges(panels, threads, [&](i64 begin, i64 end) {
-            for (i64 panel = begin; panel < end; panel++)
-                tile(0, rows, panel, w + panel * panel_bytes() + AHEAD, group_bytes(FORMAT));
-        });
+    void one_tile(i64 begin, i64 end) const {
+        for (i64 panel = begin; panel < end; panel++)
+            tile(0, rows, panel, w + panel * panel_bytes() + AHEAD, group_bytes(FORMAT));
     }
 
     // Blocks of rows for one panel after the other, which stays in the cache for their tiles. Each tile fetches a part
     // of the panel that follows.
-    void many_tiles() const {
+    void many_tiles(i64 begin, i64 end) const {
         Tiles tiles(rows, MR);
-        i64 blocks = ceil_div(tiles.count, MC / MR);
-        parallel_ranges(blocks * panels, threads, [&](i64 begin, i64 end) {
-            for (i64 i = begin; i < end; i++) {
-                i64 block = i / panels, panel = i % panels;
-                i64 first = block * tiles.count / blocks, last = (block + 1) * tiles.count / blocks;
-                const std::uint8_t* next = w + (panel + 1) * panel_bytes();
-                for (i64 t = first; t < last; t++) {
-                    i64 row = tiles.first_row(t), part = (t - first) * panel_bytes() / (last - first);
-                    i64 count = tiles.first_row(t + 1) - row, step = ceil_div(group_bytes(FORMAT), last - first);
-                    tile(row, count, panel, next + part, step);
-                }
+        for (i64 i = begin; i < end; i++) {
+            i64 block = i / panels, panel = i % panels;
+            i64 first = block * tiles.count / blocks(), last = (block + 1) * tiles.count / blocks();
+            const std::uint8_t* next = w + (panel + 1) * panel_bytes();
+            for (i64 t = first; t < last; t++) {
+                i64 row = tiles.first_row(t), part = (t - first) * panel_bytes() / (last - first);
+                i64 count = tiles.first_row(t + 1) - row, step = ceil_div(group_bytes(FORMAT), last - first);
+                tile(row, count, panel, next + part, step);
             }
-        });
+        }
     }
 
-    void run() const {
-        if (rows <= MR) one_tile();
-        else many_tiles();
+    void run(int threads) const {
+        parallel_ranges(units(), threads, [&](i64 begin, i64 end) { compute(begin, end); });
     }
 };
+
+// x [rows, depth] as bytes, in memory of the calling thread that the next call reuses.
+template <int FORMAT>
+QuantizedRows quantized(const float* x, i64 x_stride, i64 rows, i64 depth, int threads) {
+    static thread_local Scratch scratch;
+    i64 groups = ceil_div(depth, GROUP);
+    auto to = reinterpret_cast<Activations*>(scratch.get(rows * groups * (sizeof(Activations) / sizeof(float))));
+    parallel_for(rows, worthwhile(threads, rows * depth, WAKE_FLOATS),
+                 [&](i64 row) { quantize_row(x + row * x_stride, depth, FORMAT, to + row * groups); });
+    return {to, groups};
+}
 
 template <int FORMAT>
 void linear(const float* x, i64 x_stride, const std::uint8_t* packed, const float* bias, Output out, i64 rows, i64 depth,
             int threads) {
-    static thread_local Scratch scratch;
-    i64 groups = ceil_div(depth, GROUP), panels = ceil_div(out.columns, PANEL);
-    auto quantized = reinterpret_cast<Activations*>(scratch.get(rows * groups * (sizeof(Activations) / sizeof(float))));
-    parallel_for(rows, worthwhile(threads, rows * depth, WAKE_FLOATS),
-                 [&](i64 row) { quantize_row(x + row * x_stride, depth, FORMAT, quantized + row * groups); });
-    i64 bytes = panels * groups * group_bytes(FORMAT) * ceil_div(rows, max_rows(FORMAT));
-    Linear<FORMAT>{{quantized, groups}, packed, bias, out, rows, panels, worthwhile(threads, bytes, WAKE_BYTES)}.run();
+    QuantizedRows in = quantized<FORMAT>(x, x_stride, rows, depth, threads);
+    i64 panels = ceil_div(out.columns, PANEL);
+    i64 bytes = panels * in.stride * group_bytes(FORMAT) * ceil_div(rows, max_rows(FORMAT));
+    Linear<FORMAT>{in, packed, bias, out, rows, panels}.run(worthwhile(threads, bytes, WAKE_BYTES));
+}
+
+template <int FORMAT>
+void grouped(const float* x, i64 x_stride, const void* const* packed, const std::int32_t* starts, i64 groups, Output out,
+             i64 depth, int threads) {
+    QuantizedRows in = quantized<FORMAT>(x, x_stride, starts[groups], depth, threads);
+    i64 panels = ceil_div(out.columns, PANEL), tiles = grouped_tiles(starts, groups, max_rows(FORMAT));
+    auto group = [&](i64 g) {
+        const i64 first = starts[g];
+        return Linear<FORMAT>{{in.data + first * in.stride, in.stride}, static_cast<const std::uint8_t*>(packed[g]),
+                              nullptr, {out.data + first * out.stride, out.stride, out.columns}, starts[g + 1] - first,
+                              panels};
+    };
+    share_out_groups(groups, worthwhile(threads, panels * in.stride * group_bytes(FORMAT) * tiles, WAKE_BYTES), group);
 }
 
 // Where quant k of output j of a panel lies in its group, and, at 4 bits, which nibble it is.
@@ -233,7 +258,19 @@ void shoal_quantized_linear(int format, const float* x, i64 x_stride, const std:
     else if (format == INT4_MIN) linear<INT4_MIN>(x, x_stride, packed, bias, output, rows, depth, threads);
     else linear<INT8>(x, x_stride, packed, bias, output, rows, depth, threads);
 }
+
+// Rows starts[g] : starts[g + 1] of x (x_stride floats apart) times the weight packed[g], for each group, into the same
+// rows of out [any, outputs], contiguous. All weights are [outputs, depth], of one format.
+void shoal_grouped_quantized_linear(int format, const float* x, i64 x_stride, const void* const* packed,
+                                    const std::int32_t* starts, i64 groups, float* out, i64 outputs, i64 depth,
+                                    int threads) {
+    Output output{out, outputs, outputs};
+    if (format == INT4) grouped<INT4>(x, x_stride, packed, starts, groups, output, depth, threads);
+    else if (format == INT4_MIN) grouped<INT4_MIN>(x, x_stride, packed, starts, groups, output, depth, threads);
+    else grouped<INT8>(x, x_stride, packed, starts, groups, output, depth, threads);
+}
 }
 
 SHOAL_REPLAYABLE(quantized_rows)
 SHOAL_REPLAYABLE(quantized_linear)
+SHOAL_REPLAYABLE(grouped_quantized_linear)

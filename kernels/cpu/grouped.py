@@ -1,0 +1,47 @@
+"""Matrices of groups (experts), each packed as that of a linear weight, multiplied by one native call."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from shoal.kernels.cpu.native import Native
+from shoal.kernels.ops import GroupedWeight
+
+
+class PackedGroups(GroupedWeight):
+    """`packed`: what each group's matrix became, all in one form, without bias. They stay where they lie."""
+
+    def __init__(self, native: Native, packed: list[torch.Tensor], out_features: int, in_features: int) -> None:
+        self._native, self._packed = native, packed
+        self.num_groups, self.out_features, self.in_features = len(packed), out_features, in_features
+        # Asked for once, not in every step; a program that was recorded reads the array as it runs.
+        self._table = np.array([tensor.data_ptr() for tensor in packed], dtype=np.uint64)
+        self._addresses = self._table.ctypes.data
+
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        return [self._packed[slot]]
+
+    def multiply(self, x: torch.Tensor, starts: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows starts[g] : starts[g + 1] of out = those of x times the matrix of group g; x [rows, in_features] with
+        contiguous columns, starts int32 and out contiguous."""
+        self._native.grouped_linear(
+            x.data_ptr(), x.stride(0), self._addresses, self._packed[0].itemsize, starts.data_ptr(), self.num_groups,
+            out.data_ptr(), self.out_features, self.in_features, torch.get_num_threads(),
+        )  # fmt: skip
+
+
+class PackedQuantizedGroups(PackedGroups):
+    """The same of quantized matrices of one format."""
+
+    def __init__(
+        self, native: Native, packed: list[torch.Tensor], out_features: int, in_features: int, code: int
+    ) -> None:
+        super().__init__(native, packed, out_features, in_features)
+        self._code = code
+
+    def multiply(self, x: torch.Tensor, starts: torch.Tensor, out: torch.Tensor) -> None:
+        self._native.grouped_quantized_linear(
+            self._code, x.data_ptr(), x.stride(0), self._addresses, starts.data_ptr(), self.num_groups, out.data_ptr(),
+            self.out_features, self.in_features, torch.get_num_threads(),
+        )  # fmt: skip
