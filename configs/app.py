@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shoal.configs.schema import EngineConfig
+from shoal.configs.schema import Bytes, EngineConfig
 
 MIB = 1 << 20
 
@@ -46,6 +46,11 @@ class GatewayConfig(Section):
     """An engine that has work and finishes no step for so long counts as hung: readiness goes, its streams end."""
     heartbeat_s: float = Field(default=1.0, gt=0)
     """Between two looks at the engine's health."""
+    max_continuations: int = Field(default=3, ge=0)
+    """How often a request whose engine was lost goes on in another one, or in the one that takes its place, from the
+    prompt and what it has given so far. 0: it ends with an error. Colocated stages have no other engine."""
+    continuation_timeout_s: float = Field(default=60.0, gt=0)
+    """While no engine is ready, such a request waits so long; then it ends with an error."""
     write_timeout_s: float = Field(default=60.0, gt=0)
     """A client that takes nothing off its socket for so long is treated as gone."""
     keep_alive_s: float = Field(default=15.0, gt=0)
@@ -97,8 +102,27 @@ class WiringConfig(Section):
         return host
 
 
+class PlacementConfig(Section):
+    """How the ranks of a model are laid out over the nodes of a cluster; see `deployments/placement.py`."""
+
+    tensor_parallel_across_nodes: bool = False
+    """Tensor-parallel ranks talk after every matrix, so they stay on one node, or the model is refused; true: they may
+    be on several."""
+    stages_on_separate_nodes: bool = False
+    """Each pipeline stage whole on a node of its own. False: on as few nodes as Ray can find room on."""
+    cpus_per_rank: float = Field(default=1.0, gt=0)
+    """CPUs (Ray's, logical) that a rank holds."""
+    gpus_per_node: int | None = Field(default=None, ge=0)
+    """Of the cluster that this file is for, so that it can be checked elsewhere. None: what is found."""
+    gpu_memory: Bytes | None = None
+    """Free on each of those GPUs. None: what is found, or else not checked."""
+    nodes: int | None = Field(default=None, ge=1)
+    """Of that cluster. None: what is found, or else as many as are needed."""
+
+
 class AppConfig(Section):
     engine: EngineConfig
+    placement: PlacementConfig = PlacementConfig()
     gateway: GatewayConfig = GatewayConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     guard: GuardConfig = GuardConfig()

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 
 _READ_BYTES = 1 << 18
-_MAX_MESSAGE_BYTES = 256 << 20
+MAX_MESSAGE_BYTES = 256 << 20
 """Far above a plan that brings in a million-token prompt; a bound on what a broken peer can make us hold."""
 
 SEND_TIMEOUT_S = 30.0
@@ -27,7 +27,7 @@ class Channel:
         self._socket = end
         self._socket.settimeout(SEND_TIMEOUT_S)
         self._lock = threading.Lock()
-        self._unpacker = msgpack.Unpacker(max_buffer_size=_MAX_MESSAGE_BYTES, strict_map_key=False)
+        self._unpacker = msgpack.Unpacker(max_buffer_size=MAX_MESSAGE_BYTES, strict_map_key=False)
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,12 +69,13 @@ class _LogToExecutor(logging.Handler):
             self.handleError(record)
 
 
-def serve_rank(link: RankLink, start: RankStart) -> bool:
-    """Returns when the executor says stop (True), or when the rank failed (False), which the executor is told.
-    Afterwards the process is to end: tearing down torch would take seconds and can hang on a peer that is gone."""
+def serve_rank(link: RankLink, prepare: Callable[[], RankStart]) -> bool:
+    """Returns when the executor says stop (True), or when the rank failed (False), which the executor is told; what
+    `prepare` raises counts too. Afterwards the process is to end: tearing down torch would take seconds and can hang on
+    a peer that is gone."""
     logging.basicConfig(level=logging.INFO, handlers=[_LogToExecutor(link)], force=True)
     try:
-        _serve(link, start)
+        _serve(link, prepare())
     except ShoalError as error:
         link.send("failed", type(error).__name__, error.message)
         return False
@@ -137,7 +139,7 @@ def main(fd: int) -> int:
     link = _ChannelLink(Channel(socket.socket(fileno=fd)))
     _, rank, wire, rendezvous, step_timeout_s = link.receive()
     start = RankStart(rank, RunnerSettings.from_wire(wire), rendezvous, step_timeout_s)
-    return 0 if serve_rank(link, start) else 1
+    return 0 if serve_rank(link, lambda: start) else 1
 
 
 if __name__ == "__main__":
