@@ -34,6 +34,11 @@ class BlockLedger:
     referenced: int
     total: int
 
+    @property
+    def usage(self) -> float:
+        """Share of the pool owned by sequences, 0 .. 1."""
+        return self.referenced / self.total
+
 
 @dataclass(slots=True)
 class _Sequence:
@@ -91,7 +96,7 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of the pool owned by sequences, 0 .. 1."""
-        return self._pool.num_referenced / self._pool.num_usable
+        return self.ledger.usage
 
     @property
     def ledger(self) -> BlockLedger:
@@ -134,6 +139,19 @@ class KVCacheManager:
         while index < most and self._makers.get(chain.hash_at(index, token_ids)) == maker:
             index += 1
         return maker, index * self.block_size
+
+    def known_prefix(self, token_ids: Sequence[int], chain: PrefixChain) -> int:
+        """Tokens from the front that a new sequence would not compute itself: they are cached, or a started sequence is
+        computing them."""
+        if not self.enable_prefix_caching:
+            return 0
+        index, most = 0, (len(token_ids) - 1) // self.block_size
+        while index < most:
+            block_hash = chain.hash_at(index, token_ids)
+            if self._pool.lookup(block_hash) is None and block_hash not in self._makers:
+                break
+            index += 1
+        return index * self.block_size
 
     def start(
         self, seq_id: int, token_ids: Sequence[int], chain: PrefixChain | None = None, *, use_cache: bool = True

@@ -20,6 +20,7 @@ from shoal.configs.errors import EngineDeadError
 from shoal.model_shards.engine.admission import AdmissionGate, AdmissionLimits
 from shoal.model_shards.engine.metrics import GuardedMetrics, MetricsSink, StepStats
 from shoal.model_shards.engine.output import DeltaSink, OutputProcessor
+from shoal.model_shards.engine.parts import SchedulerParts
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
 from shoal.model_shards.engine.request import FinishReason, Request
 from shoal.model_shards.engine.scheduler import Scheduler
@@ -44,7 +45,8 @@ class EngineSettings:
     step_timeout_s: float
     """A step that takes longer means that a rank hangs: the engine is dead."""
     steps_in_flight: int = 2
-    """2: the next step is planned and submitted while one computes. 1: one at a time."""
+    """2: the next step is planned and submitted while one computes; one more for each further stage of a pipeline. 1:
+    one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,17 @@ class EngineStats:
     last_step_time: float
 
 
+def _nothing() -> None:
+    """Only wakes the engine."""
+
+
 @dataclass(slots=True)
 class _Step:
     plan: StepPlan
     result: Future[StepOutput]
     submitted_at: float
+    announced: bool = False
+    """Its end is put into the inbox."""
 
 
 class Engine:
@@ -85,7 +93,7 @@ class Engine:
     def __init__(
         self,
         executor: Executor,
-        scheduler: Scheduler,
+        scheduler: Scheduler | SchedulerParts,
         tokenizer: Tokenizer,
         settings: EngineSettings,
         *,
@@ -172,16 +180,16 @@ class Engine:
         return not self._steps or self._clock() - self.last_step_time < self._settings.step_timeout_s
 
     def stats(self) -> EngineStats:
-        scheduler, kv, counters = self._scheduler, self._scheduler.kv, self._scheduler.counters
+        scheduler, kv, counters = self._scheduler, self._scheduler.kv_ledger, self._scheduler.counters
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_following=scheduler.num_following,
             waiting_prompt_tokens=self._gate.waiting_tokens,
             num_live_requests=self._gate.num_live,
-            kv_blocks=kv.num_total_blocks,
-            kv_blocks_free=kv.num_free_blocks,
-            kv_blocks_cached=kv.num_cached_blocks,
+            kv_blocks=kv.total,
+            kv_blocks_free=kv.blank + kv.cached,
+            kv_blocks_cached=kv.cached,
             kv_usage=kv.usage,
             steps_total=counters.steps,
             prompt_tokens_total=counters.prompt_tokens,
@@ -201,7 +209,7 @@ class Engine:
                 if plan is not None:
                     self._execute(plan)
                 self._deliver()
-                if plan is None or len(self._steps) == self._settings.steps_in_flight:
+                if self._is_full or (plan is None and self._waited_for_a_step()):
                     self._commit()
         except Exception as error:
             self._die(error)
@@ -228,14 +236,35 @@ class Engine:
         for seq_id in self._output.process(updates):
             self._scheduler.finish(seq_id)
 
-    def _commit(self) -> None:
-        """Waits for the oldest step and takes its results."""
+    @property
+    def _is_full(self) -> bool:
+        return len(self._steps) == self._settings.steps_in_flight
+
+    def _waited_for_a_step(self) -> bool:
+        """With nothing to plan: waits until the oldest step has ended or its time is up (True), or something comes
+        that may run beside it."""
         if not self._steps:
             assert not self._scheduler.has_work(), "sequences wait and nothing can run"
-            return
+            return False
+        step = self._steps[0]
+        if not step.announced:
+            step.announced = True
+            step.result.add_done_callback(lambda _: self._inbox.put(_nothing))
+        try:
+            self._inbox.get(timeout=self._time_left(step))()
+        except queue.Empty:
+            return True
+        return step.result.done()
+
+    def _time_left(self, step: _Step) -> float:
+        """Seconds that the oldest step may still take."""
+        return max(0.0, self._settings.step_timeout_s - (self._clock() - max(step.submitted_at, self._last_commit)))
+
+    def _commit(self) -> None:
+        """Waits for the oldest step and takes its results."""
         step = self._steps.popleft()
         try:
-            output = step.result.result(timeout=self._settings.step_timeout_s)
+            output = step.result.result(timeout=self._time_left(step))
         except TimeoutError as error:
             raise EngineDeadError(
                 f"Step {step.plan.step_id} has no result after {self._settings.step_timeout_s:g} s: a rank hangs."
@@ -261,11 +290,11 @@ class Engine:
                 num_running=scheduler.num_running,
                 num_waiting=scheduler.num_waiting,
                 num_following=scheduler.num_following,
-                kv_usage=scheduler.kv.usage,
+                kv_usage=scheduler.kv_ledger.usage,
                 step_s=step_s,
                 expected_s=scheduler.expected_step_s,
                 preemptions_total=scheduler.counters.preemptions,
-                kv_evictions_total=scheduler.kv.num_evictions,
+                kv_evictions_total=scheduler.kv_evictions,
             )
         )
 

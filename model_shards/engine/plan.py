@@ -167,3 +167,11 @@ class StepOutput:
     deferred: list[int] = field(default_factory=list)
     """Sequences whose token was not ready: they are in no column and are planned again. Only for executors that run
     one step at a time (the scripted model, whose slow scripts must not delay the others)."""
+    _columns: dict[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def columns(self) -> dict[int, int]:
+        """seq_id -> its column; made when first asked for, by whoever commits a complete output."""
+        if self._columns is None:
+            self._columns = {seq_id: column for column, seq_id in enumerate(self.seq_ids)}
+        return self._columns

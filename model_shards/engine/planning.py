@@ -172,8 +172,7 @@ class Planner:
         in_progress = deque(sorted((s for s in self._roster.running if s.num_remaining > 1), key=order))
         budget.partial_prefills -= sum(not self._is_short(sequence) for sequence in in_progress)
         if self._settings.micro_batches > 1:
-            outstanding = self._roster.waiting.num_tokens + sum(sequence.num_remaining for sequence in in_progress)
-            budget.tokens = min(budget.tokens, self._share_of_prompts(outstanding))
+            budget.tokens = min(budget.tokens, self._share_of_prompts())
         candidate = self._candidate(step, in_turn)
         while budget.tokens > 0:
             if candidate is not None and not (in_progress and order(in_progress[0]) < order(candidate)):
@@ -186,12 +185,14 @@ class Planner:
             else:
                 return
 
-    def _share_of_prompts(self, outstanding: int) -> int:
+    def _share_of_prompts(self) -> int:
         """Tokens of prompts in one micro-batch, of all that there are to compute. Stages wait for the longest step in
         the pipeline, so no step takes much more than the next ones will; and pieces in consecutive steps, which need
         no drawn token of each other, are computed by all stages at once. The last piece, which the first token waits
         for through all stages, is a small one."""
-        share = max(-(-outstanding // self._settings.micro_batches), self._settings.max_num_batched_tokens // _LEAST)
+        settings = self._settings
+        share = -(-self._roster.outstanding_tokens // settings.micro_batches)
+        share = max(share, settings.max_num_batched_tokens // _LEAST)
         return -(-share // SMALLEST_PIECE) * SMALLEST_PIECE
 
     def _candidate(self, step: PlannedStep, in_turn: bool) -> Sequence | None:

@@ -80,7 +80,7 @@ class WaitingQueue:
         self._by_length: list[_Entry] = []
         self._pushed = 0
         self.num_tokens = 0
-        """Of all queued sequences together."""
+        """That all queued sequences together have to compute, as far as is known."""
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -88,7 +88,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._queued, f"sequence {sequence.seq_id} is queued twice"
         self._queued[sequence.seq_id] = sequence
-        self.num_tokens += len(sequence.token_ids)
+        self.num_tokens += len(sequence.token_ids) - sequence.num_known_tokens
         self._pushed += 1  # tells an entry from an older one of the same sequence
         heapq.heappush(self._by_key, (self._policy.key(sequence), self._pushed, sequence))
         heapq.heappush(self._by_length, (self._policy.piece_key(sequence), self._pushed, sequence))
@@ -103,7 +103,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._queued[sequence.seq_id]
-        self.num_tokens -= len(sequence.token_ids)
+        self.num_tokens -= len(sequence.token_ids) - sequence.num_known_tokens
         if len(self._by_key) > 2 * len(self._queued) + _LEFT_KEPT:
             self._by_key, self._by_length = [], []
             queued, self._queued, self.num_tokens = self._queued, {}, 0

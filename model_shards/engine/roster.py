@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 
 from shoal.kvcache.manager import KVCacheManager
 from shoal.model_shards.engine.followers import Followers
 from shoal.model_shards.engine.policy import Policy, WaitingQueue
 from shoal.model_shards.engine.request import Request
-from shoal.model_shards.engine.sequence import Sequence, SequenceStatus
+from shoal.model_shards.engine.sequence import KnownPrefix, Sequence, SequenceStatus
 from shoal.model_shards.engine.settings import SchedulerCounters
 
 
 class Roster:
     """Owner of all live sequences. Whoever leaves the ranks gives its blocks back here."""
 
-    def __init__(self, kv: KVCacheManager, policy: Policy, counters: SchedulerCounters) -> None:
+    def __init__(self, kv: KVCacheManager, policy: Policy, counters: SchedulerCounters, seq_ids: Iterator[int]) -> None:
         self.running: list[Sequence] = []
         """Best first by the policy's key, so the victim of a preemption is the last."""
         self.waiting = WaitingQueue(policy)
@@ -27,12 +28,13 @@ class Roster:
         self._counters = counters
         self._by_request: dict[str, list[Sequence]] = {}
         self._removed: list[int] = []
-        self._next_seq_id = 0
+        self._seq_ids = seq_ids
 
-    def add(self, request: Request, limit: int) -> list[Sequence]:
+    def add(self, request: Request, limit: int, prefix: KnownPrefix | None) -> list[Sequence]:
         """Queues a request; returns its sequences (n, but those that were over), in order of their index."""
-        family = Sequence.family(request, self._next_seq_id, limit)
-        self._next_seq_id += len(family)
+        family = Sequence.family(request, self._seq_ids, limit)
+        if prefix is not None:
+            family[0].prefix_chain, family[0].num_known_tokens = prefix.chain, prefix.num_tokens
         self._by_request[request.request_id] = family
         self.live.update((sequence.seq_id, sequence) for sequence in family)
         for sequence in family:
@@ -90,6 +92,11 @@ class Roster:
 
     def abort_all(self) -> list[Sequence]:
         return [sequence for request_id in list(self._by_request) for sequence in self.abort(request_id)]
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens of prompts still to compute, waiting or begun; those of followers are not counted."""
+        return self.waiting.num_tokens + sum(s.num_remaining for s in self.running if s.num_remaining > 1)
 
     def take_removed(self) -> list[int]:
         """Sequences that the ranks still know and must forget with the next plan; each is named once."""

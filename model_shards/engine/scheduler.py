@@ -19,9 +19,12 @@ here.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 
-from shoal.kvcache.manager import KVCacheManager
+from shoal.kvcache.manager import BlockLedger, KVCacheManager
+from shoal.kvcache.prefix import PrefixChain
 from shoal.model_shards.engine.admission import output_limit
 from shoal.model_shards.engine.pacing import StepPacer
 from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan
@@ -29,26 +32,37 @@ from shoal.model_shards.engine.planning import PlannedChunk, PlannedStep, Planne
 from shoal.model_shards.engine.policy import Policy
 from shoal.model_shards.engine.request import FinishReason, Request
 from shoal.model_shards.engine.roster import Roster
-from shoal.model_shards.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from shoal.model_shards.engine.sequence import KnownPrefix, Sequence, SequenceStatus, SequenceUpdate
 from shoal.model_shards.engine.settings import SchedulerCounters, SchedulerSettings
 
 __all__ = ["Scheduler", "SchedulerCounters", "SchedulerSettings"]
+
+_TOKENS_AHEAD = 64
+"""Work that a sequence is assumed to have before it in its answer, as tokens of a prompt. The longer the prefix that a
+part has in its cache, the more sequences it may have above the others before it is passed over."""
 
 
 class Scheduler:
     """Owner of all sequences and, through the KV cache manager, of all blocks. Not thread-safe, except `limit_of`."""
 
     def __init__(
-        self, settings: SchedulerSettings, kv: KVCacheManager, policy: Policy, pacer: StepPacer | None = None
+        self,
+        settings: SchedulerSettings,
+        kv: KVCacheManager,
+        policy: Policy,
+        pacer: StepPacer | None = None,
+        *,
+        seq_ids: Iterator[int] | None = None,
     ) -> None:
-        """`pacer`: bounds steps in time; None: nothing does."""
+        """`pacer`: bounds steps in time; None: nothing does. `seq_ids`: where sequences get their ids, ascending; one
+        for all where several schedulers belong to one engine."""
         self.settings = settings
         self.kv = kv
         self.counters = SchedulerCounters()
         self.expected_step_s: float | None = None
         """How long the step committed last was expected to take; None where nothing is expected."""
         self._pacer = pacer
-        self._roster = Roster(kv, policy, self.counters)
+        self._roster = Roster(kv, policy, self.counters, itertools.count() if seq_ids is None else seq_ids)
         self._planner = Planner(settings, kv, policy, pacer, self._roster, self.counters)
         self._in_flight: deque[PlannedStep] = deque()
 
@@ -76,15 +90,40 @@ class Scheduler:
         """Those of the waiting ones whose prefix a running sequence is computing."""
         return len(self._roster.followers)
 
+    def known_prefix(self, request: Request, chain: PrefixChain | None = None) -> KnownPrefix:
+        """How much of its prompt a request would not compute here. `chain`: of the prompt, as another scheduler with
+        the same kind of cache made it."""
+        chain = chain or self.kv.prefix_chain(request.cache_salt)
+        scored = request.sampling.prompt_logprobs is not None
+        return KnownPrefix(chain, 0 if scored else self.kv.known_prefix(request.prompt_token_ids, chain))
+
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether a live sequence has this id."""
+        return seq_id in self._roster.live
+
     def request_of(self, seq_id: int) -> Request:
         """Of a live sequence."""
         return self._roster.live[seq_id].request
 
+    @property
+    def load(self) -> int:
+        """Tokens of work ahead: of prompts, and what is assumed of each sequence's answer."""
+        return self._roster.outstanding_tokens + _TOKENS_AHEAD * len(self._roster.live)
+
+    @property
+    def kv_ledger(self) -> BlockLedger:
+        return self.kv.ledger
+
+    @property
+    def kv_evictions(self) -> int:
+        return self.kv.num_evictions
+
     # Requests come and go -------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> list[Sequence]:
-        """Queues a request; returns its n sequences, in order of their index. Raises what `limit_of` raises."""
-        return self._roster.add(request, self.limit_of(request))
+    def add(self, request: Request, prefix: KnownPrefix | None = None) -> list[Sequence]:
+        """Queues a request; returns its n sequences, in order of their index. Raises what `limit_of` raises.
+        `prefix`: what `known_prefix` said, where it was asked."""
+        return self._roster.add(request, self.limit_of(request), prefix)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """Ends all that is left of a request and frees its blocks now. Returns the sequences it ended; none when the
@@ -101,9 +140,10 @@ class Scheduler:
 
     # The step -------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """Plans the next step; None when nothing can run now."""
-        step = self._planner.plan(self.counters.steps)
+    def schedule(self, step_id: int | None = None) -> StepPlan | None:
+        """Plans the next step; None when nothing can run now. `step_id`: of the step that the plan is a part of, more
+        than that of the one before; None: they are counted."""
+        step = self._planner.plan(self.counters.steps if step_id is None else step_id)
         if step is None:
             return None
         self.counters.steps += 1
@@ -117,7 +157,7 @@ class Scheduler:
         assert step.plan.step_id == output.step_id, "steps must be committed in the order they were planned"
         if self._pacer is not None and step_s is not None:
             self.expected_step_s = self._pacer.observe(step.shape, step_s)
-        columns = {seq_id: column for column, seq_id in enumerate(output.seq_ids)}
+        columns = output.columns
         updates = []
         for planned in step.chunks:
             sequence = planned.sequence

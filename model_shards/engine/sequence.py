@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -36,6 +37,15 @@ class IllegalTransitionError(AssertionError):
     """A bug of ours: the state machine was asked for a step that it does not have."""
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPrefix:
+    """Of a prompt, when it came."""
+
+    chain: PrefixChain
+    num_tokens: int
+    """From the front: cached, or computed by a running sequence at that moment."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The scheduler's own record of a sequence; nobody else writes to it.
@@ -65,6 +75,8 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache when it first ran. 0 for the further samples of a request: what they
     share is the prompt that the first one brought in."""
+    num_known_tokens: int = 0
+    """Prompt tokens that it probably need not compute, as far as was known when it came."""
     prefix_chain: PrefixChain | None = None
     """Hashes of its full blocks, from when it is first considered: kept over waits and preemptions."""
     on_ranks: bool = False
@@ -74,16 +86,16 @@ class Sequence:
     """Siblings that wait to be forked from this one."""
 
     @classmethod
-    def family(cls, request: Request, first_id: int, limit: int) -> list[Sequence]:
+    def family(cls, request: Request, seq_ids: Iterator[int], limit: int) -> list[Sequence]:
         """The n sequences of a request: the first prefills the prompt, the others are held until they can share it.
         Resumed ones differ in their outputs, so each waits on its own (the prompt is shared through the prefix cache);
         those that were over are left out."""
         prompt, resumed = request.prompt_token_ids, request.resumed
         members: list[Sequence] = []
-        for seq_id, index in enumerate(request.open_indices, first_id):
+        for index in request.open_indices:
             tokens = [*prompt, *resumed[index].token_ids] if resumed else list(prompt)
             status = SequenceStatus.HELD if members and not resumed else SequenceStatus.WAITING
-            members.append(cls(seq_id, request, index, limit, tokens, status, len(prompt)))
+            members.append(cls(next(seq_ids), request, index, limit, tokens, status, len(prompt)))
         if not resumed:
             members[0].held = members[1:]
         return members

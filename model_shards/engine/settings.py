@@ -41,3 +41,12 @@ class SchedulerCounters:
     preemptions: int = 0
     dropped_results: int = 0
     """Results of steps whose sequence had ended or been preempted meanwhile."""
+
+    def add(self, other: SchedulerCounters) -> None:
+        """Adds another scheduler's totals, but for the steps: schedulers of one engine take the same."""
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_prompt_tokens += other.cached_prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.followers += other.followers
+        self.preemptions += other.preemptions
+        self.dropped_results += other.dropped_results

@@ -261,3 +261,18 @@ def test_of_two_makers_the_first_is_named_and_the_other_when_it_has_gone_is_not(
     manager.commit(1, tokens, 9)
     assert manager.prefix_in_the_making(tokens, manager.prefix_chain()) is None
     manager.check_integrity()
+
+
+def test_a_known_prefix_is_cached_or_in_the_making() -> None:
+    manager = manager_of()
+    tokens = list(range(16))
+    run(manager, 1, tokens[:8])
+    manager.free(1)
+    assert manager.known_prefix([*tokens, 0], manager.prefix_chain()) == 8
+    manager.start(2, tokens)
+    manager.announce(2, tokens)
+    assert manager.known_prefix([*tokens, 0], manager.prefix_chain()) == 16
+    assert manager.known_prefix(tokens, manager.prefix_chain()) == 12  # never the last token
+    assert manager.known_prefix([*tokens[:9], 50, 51], manager.prefix_chain()) == 8
+    assert manager.known_prefix([*tokens, 0], manager.prefix_chain("salt")) == 0
+    assert manager_of(enable_prefix_caching=False).known_prefix(tokens, manager.prefix_chain()) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,6 +134,7 @@ def make_scheduler(
     max_model_len: int = 512,
     prefix_caching: bool = True,
     target_s: float | None = None,
+    seq_ids: Iterator[int] | None = None,
     **settings: Any,
 ) -> Scheduler:
     """`num_blocks` are the usable ones."""
@@ -142,6 +143,7 @@ def make_scheduler(
         KVCacheManager(num_blocks + 1, block_size, enable_prefix_caching=prefix_caching, namespace=b"test"),
         make_policy(policy),
         None if target_s is None else StepPacer(target_s),
+        seq_ids=seq_ids,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -52,7 +53,9 @@ def test_a_request_short_of_blocks_is_not_tried_again_in_every_step(kit: ModuleT
 
 def test_who_leaves_the_queue_without_ever_coming_first_is_forgotten(kit: ModuleType) -> None:
     queue = WaitingQueue(PriorityOrder())
-    first, *rest = (Sequence.family(kit.make_request(str(i), [1], priority=min(i, 1)), i, 8)[0] for i in range(1000))
+    first, *rest = (
+        Sequence.family(kit.make_request(str(i), [1], priority=min(i, 1)), count(i), 8)[0] for i in range(1000)
+    )
     for sequence in (first, *rest):
         queue.push(sequence)
     for sequence in rest:
@@ -65,7 +68,7 @@ def test_who_leaves_the_queue_without_ever_coming_first_is_forgotten(kit: Module
 
 def test_a_sequence_that_comes_back_is_queued_once(kit: ModuleType) -> None:
     queue = WaitingQueue(FirstComeFirstServed())
-    long, short = (Sequence.family(kit.make_request(str(i), [1] * (3 - i)), i, 8)[0] for i in range(2))
+    long, short = (Sequence.family(kit.make_request(str(i), [1] * (3 - i)), count(i), 8)[0] for i in range(2))
     for sequence in (long, short):
         queue.push(sequence)
     queue.remove(long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -315,7 +316,7 @@ def test_a_deferred_token_is_planned_again(kit: ModuleType) -> None:
 
 
 def test_illegal_transitions_raise(kit: ModuleType) -> None:
-    (sequence,) = Sequence.family(kit.make_request("a", [1]), 0, 1)
+    (sequence,) = Sequence.family(kit.make_request("a", [1]), count(), 1)
     with pytest.raises(IllegalTransitionError, match="WAITING -> PREEMPTED"):
         sequence.transition(SequenceStatus.PREEMPTED)
     sequence.transition(SequenceStatus.FINISHED)
