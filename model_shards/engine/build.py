@@ -198,12 +198,20 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: Weight
     from shoal.kvcache.planner import MemoryRequest
     from shoal.kvcache.spec import decoder_specs, kv_heads_per_rank
     from shoal.model_shards.models.stage import cut_stages
+    from shoal.model_shards.parallel.mesh import MeshShape
     from shoal.model_shards.runner import footprint
 
     dtype, kv_dtype = getattr(torch, settings.dtype), getattr(torch, settings.kv_dtype)
     activation_dtype = torch.float32 if settings.device == "cpu" else dtype
-    tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    layers = max((stage.layers for stage in cut_stages(model, pp)), key=len)
+    mesh = MeshShape(
+        settings.tensor_parallel_size,
+        settings.pipeline_parallel_size,
+        settings.data_parallel_size,
+        settings.context_parallel_size,
+        settings.expert_parallel,
+        settings.num_redundant_experts,
+    )
+    layers = max((stage.layers for stage in cut_stages(model, mesh.pp_size)), key=len)
     limits = footprint.StepLimits(
         device=settings.device,
         activation_dtype=activation_dtype,
@@ -215,7 +223,7 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: Weight
     return MemoryRequest(
         specs=decoder_specs(
             [model.window(layer) for layer in layers],
-            kv_heads_per_rank(model.num_kv_heads, tp),
+            kv_heads_per_rank(model.num_kv_heads, mesh.tp_size),
             model.head_dim,
             kv_dtype.itemsize,
         ),

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from shoal.kernels.page_format import PageFormat
-from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.models.config import ModelConfig, MoEConfig
 from shoal.model_shards.models.shapes import Projection, layer_shapes
 from shoal.model_shards.models.stage import Stage, cut_stages
+from shoal.model_shards.parallel.mesh import MeshShape
 from shoal.model_shards.parallel.split import HeadSplit, vocab_shard_rows
 from shoal.model_shards.quantization.schemes import LinearShape, WeightScheme
 from shoal.model_shards.runner.device_inputs import packed_bytes
@@ -42,6 +43,9 @@ _LOGITS_COPIES = 4
 """Logits as computed, in fp32, as probabilities, and sorted."""
 
 
+_ONE_RANK = MeshShape()
+
+
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """What bounds the steps of a rank."""
@@ -55,10 +59,10 @@ class StepLimits:
     block_size: int
 
 
-def weights_bytes(config: ModelConfig, scheme: WeightScheme, tp_size: int = 1, pp_size: int = 1) -> int:
-    """Weights as the scheme keeps them (a backend that widens them says so in its `LinearWeight.nbytes`) and fp32
-    norms."""
-    return max(_stage_weights(config, stage, scheme, tp_size) for stage in cut_stages(config, pp_size))
+def weights_bytes(config: ModelConfig, scheme: WeightScheme, mesh: MeshShape = _ONE_RANK) -> int:
+    """Weights as the scheme keeps them (a backend that widens them says so in its `LinearWeight.nbytes`), and norms and
+    routers in fp32."""
+    return max(_stage_weights(config, stage, scheme, mesh) for stage in cut_stages(config, mesh.pp_size))
 
 
 def kv_bytes_per_block(
@@ -70,28 +74,35 @@ def kv_bytes_per_block(
     return page.bytes_per_block * max(len(stage.layers) for stage in cut_stages(config, pp_size))
 
 
-def activation_bytes(config: ModelConfig, limits: StepLimits, tp_size: int = 1) -> int:
+def activation_bytes(config: ModelConfig, limits: StepLimits, mesh: MeshShape = _ONE_RANK) -> int:
     """Hidden states of the largest step, logits of the largest piece, the rotary tables, and the captured steps. An
-    upper estimate: it counts a layer's intermediate results as if none were freed within it."""
-    per_token = _activations_per_token(config, tp_size) * limits.activation_dtype.itemsize
+    upper estimate: it counts a layer's intermediate results as if none were freed within it, and rows as if all of them
+    chose the experts of one rank."""
+    per_token = _activations_per_token(config, mesh) * limits.activation_dtype.itemsize
     tables = 1 if config.rope_local_theta is None else 2
     rotary = tables * limits.max_model_len * config.head_dim * torch.float32.itemsize
     rows = max_logit_rows(config.vocab_size, limits.device)
     logits = _LOGITS_COPIES * rows * config.vocab_size * torch.float32.itemsize
     captured = 0
     if limits.device == "cuda":
-        captured = graph_bytes(config, limits, tp_size)
-    elif tp_size == 1:
+        captured = graph_bytes(config, limits, mesh)
+    elif has_programs(config, mesh):
         tokens = min(MAX_CAPTURED_TOKENS, limits.max_num_batched_tokens)
         rows = min(tokens, limits.max_num_seqs)
         captured = captured_bytes(config, tokens, rows, limits.activation_dtype) + program_bytes(config, tokens, rows)
     return limits.max_num_batched_tokens * per_token + logits + rotary + captured
 
 
+def has_programs(config: ModelConfig, mesh: MeshShape) -> bool:
+    """Whether a rank on a CPU runs small steps as programs. Ranks that share layers or sequences do not, since they
+    wait for each other; neither do models of experts, whose choice is made by torch, which no program can repeat."""
+    return mesh.stage_size == 1 and config.moe is None
+
+
 def captured_bytes(config: ModelConfig, num_tokens: int, num_logits: int, activation_dtype: torch.dtype) -> int:
     """What a program computes: hidden states of so many tokens and logits of so many, of one rank a stage."""
     logits = min(num_logits, max_logit_rows(config.vocab_size, "cpu")) * config.vocab_size * torch.float32.itemsize
-    return num_tokens * _activations_per_token(config, 1) * activation_dtype.itemsize + logits + _CAPTURED_SLACK
+    return num_tokens * _activations_per_token(config, _ONE_RANK) * activation_dtype.itemsize + logits + _CAPTURED_SLACK
 
 
 def program_bytes(config: ModelConfig, num_tokens: int, num_logits: int) -> int:
@@ -100,7 +111,7 @@ def program_bytes(config: ModelConfig, num_tokens: int, num_logits: int) -> int:
     return (num_tokens + num_logits) * config.num_layers * PROGRAM_LAYER_BYTES
 
 
-def graph_bytes(config: ModelConfig, limits: StepLimits, tp_size: int = 1) -> int:
+def graph_bytes(config: ModelConfig, limits: StepLimits, mesh: MeshShape = _ONE_RANK) -> int:
     """Decode steps as CUDA graphs: their inputs, the pool that the largest one needs, the results beside it, the graphs
     themselves and the libraries' workspaces."""
     rows, size = limits.max_num_seqs, limits.activation_dtype.itemsize
@@ -108,7 +119,7 @@ def graph_bytes(config: ModelConfig, limits: StepLimits, tp_size: int = 1) -> in
     inputs = packed_bytes(limits.max_num_batched_tokens, rows, width) + rows * width * torch.int32.itemsize
     logits_rows = min(rows, max_logit_rows(config.vocab_size, "cuda"))
     logits = logits_rows * config.vocab_size * (size + 2 * torch.float32.itemsize)
-    hidden = rows * (_activations_per_token(config, tp_size) + 2 * config.hidden_size) * size
+    hidden = rows * (_activations_per_token(config, mesh) + 2 * config.hidden_size) * size
     graphs = len(graph_sizes(rows)) * config.num_layers * GRAPH_LAYER_BYTES
     return inputs + logits + hidden + graphs + _LIBRARY_BYTES
 
@@ -129,21 +140,51 @@ def max_logit_rows(vocab_size: int, device: str) -> int:
     return max(1, LOGITS_BYTES["cpu" if device == "cpu" else "cuda"] // (vocab_size * torch.float32.itemsize))
 
 
-def _activations_per_token(config: ModelConfig, tp_size: int) -> int:
-    """Elements that a layer makes of one token."""
-    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0)
-    inner = config.intermediate_size // tp_size
+def _activations_per_token(config: ModelConfig, mesh: MeshShape) -> int:
+    """Elements that the largest layer makes of one token."""
+    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, mesh.tp_size, 0)
     qkv = (heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
-    return 5 * config.hidden_size + qkv + 2 * heads.num_heads * config.head_dim + 3 * inner
+    inner = 3 * (config.intermediate_size // mesh.tp_size)
+    if config.moe is not None:
+        experts = _expert_elements(config, config.moe, mesh)
+        inner = experts if len(config.moe.dense_layers) == 0 else max(inner, experts)
+    return 5 * config.hidden_size + qkv + 2 * heads.num_heads * config.head_dim + inner
 
 
-def _stage_weights(config: ModelConfig, stage: Stage, scheme: WeightScheme, tp_size: int) -> int:
-    shapes = [layer_shapes(config, layer) for layer in stage.layers]
-    fp32 = sum(sum(layer.vectors.values()) for layer in shapes) + (config.hidden_size if stage.is_last else 0)
-    projections = [projection for layer in shapes for projection in layer.projections]
-    matrices = sum(scheme.linear_bytes(_linear(config, projection, tp_size)) for projection in projections)
-    matrices += sum(map(scheme.linear_bytes, _tables(config, stage, tp_size)))
-    return matrices + fp32 * torch.float32.itemsize
+def _expert_elements(config: ModelConfig, moe: MoEConfig, mesh: MeshShape) -> int:
+    """Of one token: a row for each of its experts, the products and what they are summed from. With expert parallelism
+    as many rows as all ranks' tokens can send to one, where at most each of its experts is chosen by a token."""
+    chosen, hidden = moe.experts_per_token, config.hidden_size
+    at_home = chosen * 2 * hidden + 2 * hidden + moe.num_experts + 3 * (moe.shared_size // mesh.tp_size)
+    if not mesh.expert_parallel:
+        return at_home + chosen * (2 * hidden + 3 * (moe.expert_size // mesh.tp_size))
+    arriving = mesh.dp_size * mesh.cp_size * min(chosen, expert_slots(moe, mesh))
+    return at_home + arriving * (2 * hidden + 3 * moe.expert_size)
+
+
+def expert_slots(moe: MoEConfig, mesh: MeshShape) -> int:
+    """Experts of a layer that one rank holds, or parts of them, redundant ones included."""
+    return -(-(moe.num_experts + mesh.num_redundant_experts) // mesh.ep_size)
+
+
+def _stage_weights(config: ModelConfig, stage: Stage, scheme: WeightScheme, mesh: MeshShape) -> int:
+    total = sum(_layer_weights(config, layer, scheme, mesh) for layer in stage.layers)
+    total += sum(map(scheme.linear_bytes, _tables(config, stage, mesh.tp_size)))
+    return total + (config.hidden_size * torch.float32.itemsize if stage.is_last else 0)
+
+
+def _layer_weights(config: ModelConfig, layer: int, scheme: WeightScheme, mesh: MeshShape) -> int:
+    shapes = layer_shapes(config, layer)
+    linears = [_linear(config, projection, mesh.tp_size) for projection in shapes.projections]
+    fp32 = sum(shapes.vectors.values())
+    if shapes.router is not None:
+        assert config.moe is not None
+        fp32 += shapes.router.out_features * shapes.router.in_features
+        # A rank's experts may be any; those that a placement begins with stand for them.
+        held = [shapes.experts[slot % len(shapes.experts)] for slot in range(expert_slots(config.moe, mesh))]
+        parts = 1 if mesh.expert_parallel else mesh.tp_size
+        linears += [_linear(config, projection, parts) for expert in held for projection in expert]
+    return sum(map(scheme.linear_bytes, linears)) + fp32 * torch.float32.itemsize
 
 
 def _linear(config: ModelConfig, projection: Projection, tp_size: int) -> LinearShape:

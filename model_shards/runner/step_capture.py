@@ -23,7 +23,7 @@ from shoal.kernels.page_format import KVPages
 from shoal.model_shards.models.decoder import Decoder
 from shoal.model_shards.runner.batch import ForwardBatch
 from shoal.model_shards.runner.captured import CapturedSteps, Computed, Result
-from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS, captured_bytes, max_logit_rows
+from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS, captured_bytes, has_programs, max_logit_rows
 from shoal.model_shards.runner.settings import RunnerSettings
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ _Key = tuple[int, bool]
 
 
 class StepCapture(CapturedSteps):
-    """The programs of one rank. Tensor parallelism runs without: its sums wait for other processes."""
+    """The programs of one rank, where there can be any (`footprint.has_programs`)."""
 
     def __init__(self, model: Decoder, pages: Sequence[KVPages], settings: RunnerSettings) -> None:
         self._model, self._pages, self._settings = model, pages, settings
         self.max_tokens = min(MAX_CAPTURED_TOKENS, settings.max_num_batched_tokens)
         self._capturer = None
-        if settings.tensor_parallel_size == 1:
+        if has_programs(model.config, settings.mesh):
             rows = min(self.max_tokens, settings.max_num_seqs)
             pool_bytes = captured_bytes(model.config, self.max_tokens, rows, model.ops.activation_dtype)
             self._capturer = model.ops.capturer(pool_bytes)

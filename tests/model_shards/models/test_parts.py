@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.configs.errors import ConfigError, ModelLoadError
-from shoal.model_shards.models.config import ModelConfig, RopeScaling
+from shoal.model_shards.models.config import ModelConfig, MoEConfig, RopeScaling
 from shoal.model_shards.models.decoder import checkpoint_names
 from shoal.model_shards.models.registry import model_factory
 from shoal.model_shards.models.rotary import rotary_table
-from shoal.model_shards.models.stage import Stage, cut_stages
+from shoal.model_shards.models.stage import Stage, cut_stages, layer_parameters
 from shoal.model_shards.weights.open import open_checkpoint
 from shoal.model_shards.weights.sources import ModelSource
 
@@ -72,12 +74,59 @@ def test_a_heavy_vocabulary_moves_layers_to_the_middle() -> None:
     assert [len(stage.layers) for stage in cut_stages(heavy, 3)] == [3, 6, 3]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 320, 2000, 9000])
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 12, 31])
+def test_alike_layers_go_to_the_lightest_stage(num_layers: int, vocab_size: int) -> None:
+    config = replace(CONFIG, num_layers=num_layers, vocab_size=vocab_size)
+    layer, table = layer_parameters(config, 0), vocab_size * config.hidden_size
+    for parts in range(1, num_layers + 1):
+        load = [layer + table * (part in (0, parts - 1)) for part in range(parts)]
+        for _ in range(num_layers - parts):
+            load[load.index(min(load))] += layer
+        stages = cut_stages(config, parts)
+        if parts > 1:
+            assert load == [
+                len(stage.layers) * layer + table * (part in (0, parts - 1)) for part, stage in enumerate(stages)
+            ]
+        assert [stage.start for stage in stages[1:]] == [stage.stop for stage in stages[:-1]]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_the_heaviest_stage_of_unlike_layers_is_as_light_as_can_be(parts: int) -> None:
+    """Against every cut there is: one of experts weighs as much as five dense layers."""
+    moe = MoEConfig(num_experts=8, experts_per_token=2, expert_size=100, dense_layers=frozenset({0, 1, 2, 5}))
+    config = replace(CONFIG, num_layers=9, vocab_size=700, moe=moe)
+    weights = [layer_parameters(config, layer) for layer in range(9)]
+    assert weights[3] > 4 * weights[0]
+
+    def loads(stops: tuple[int, ...]) -> list[int]:
+        loads = [sum(weights[start:stop]) for start, stop in pairwise((0, *stops, 9))]
+        for part in {0, parts - 1}:
+            loads[part] += 700 * 64
+        return loads
+
+    mine = loads(tuple(stage.stop for stage in cut_stages(config, parts)[:-1]))
+    possible = [loads(stops) for stops in combinations(range(1, 9), parts - 1)]
+    assert max(mine) == min(map(max, possible))
+    bounded = [each for each in possible if max(each) == max(mine)]
+    assert sum(load**2 for load in mine) == min(sum(load**2 for load in each) for each in bounded)
+
+
+def test_a_model_as_large_as_any_is_cut_at_once() -> None:
+    """The shape of DeepSeek-V3's experts: three dense layers go with the first of them."""
+    moe = MoEConfig(256, 8, 2048, shared_size=2048, dense_layers=frozenset(range(3)))
+    config = replace(CONFIG, hidden_size=7168, intermediate_size=18432, num_layers=61, vocab_size=129280, moe=moe)
+    began = time.process_time()
+    assert [len(stage.layers) for stage in cut_stages(config, 4)] == [17, 15, 15, 14]
+    assert time.process_time() - began < 2
+
+
 def test_more_stages_than_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size 9 is more than the model's 8 layers"):
         cut_stages(CONFIG, 9)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe"])
 def test_checkpoint_names_are_those_of_the_files(tiny_checkpoint: Callable[..., Path], family: str) -> None:
     path = tiny_checkpoint(family)
     checkpoint = open_checkpoint(ModelSource(family, "safetensors", path))
@@ -86,5 +135,8 @@ def test_checkpoint_names_are_those_of_the_files(tiny_checkpoint: Callable[..., 
 
 
 def test_an_unknown_family_lists_the_known() -> None:
-    with pytest.raises(ModelLoadError, match=r"'mamba' is not supported. Known: gemma3, llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"'mamba' is not supported. Known: .*mixtral, qwen2, qwen3, qwen3_moe",
+    ):
         model_factory("mamba")

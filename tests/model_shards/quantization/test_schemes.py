@@ -65,7 +65,7 @@ def load_rank(settings: RunnerSettings, rank: int, tp: int) -> Decoder:
 
 def foretold(settings: RunnerSettings, tp: int) -> int:
     checkpoint = open_checkpoint(settings.model)
-    return weights_bytes(checkpoint.config, make_scheme(settings.weights, settings.dtype, checkpoint), tp)
+    return weights_bytes(checkpoint.config, make_scheme(settings.weights, settings.dtype, checkpoint), MeshShape(tp))
 
 
 @pytest.mark.parametrize("weights", ["packed", "int8"])

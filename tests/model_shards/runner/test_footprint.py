@@ -13,7 +13,8 @@ import msgpack
 import pytest
 import torch
 
-from shoal.kernels.ops import LinearWeight
+from shoal.kernels.ops import GroupedWeight, LinearWeight
+from shoal.model_shards.parallel.mesh import MeshShape
 from shoal.model_shards.quantization.schemes import DenseScheme
 from shoal.model_shards.runner.footprint import (
     MAX_CAPTURED_TOKENS,
@@ -36,7 +37,7 @@ def stored_bytes(value: Any, seen: set[int]) -> int:
     if id(value) in seen:
         return 0
     seen.add(id(value))
-    if isinstance(value, LinearWeight | torch.Tensor):
+    if isinstance(value, LinearWeight | GroupedWeight | torch.Tensor):
         return value.nbytes
     if isinstance(value, list):
         return sum(stored_bytes(item, seen) for item in value)
@@ -57,6 +58,8 @@ def stored_bytes(value: Any, seen: set[int]) -> int:
         ("qwen2", {}),
         ("qwen3", {}),
         ("gemma3", {}),
+        ("mixtral", {}),
+        ("qwen3_moe", {"attention_bias": True}),
     ],
 )
 def test_weights_and_pages(
@@ -70,13 +73,47 @@ def test_weights_and_pages(
 
 def test_shards_divide_what_they_can(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
     config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
-    whole, half = (weights_bytes(config, DenseScheme(torch.float32), tp_size=tp) for tp in (1, 2))
+    whole, half = (weights_bytes(config, DenseScheme(torch.float32), MeshShape(tp)) for tp in (1, 2))
     norms = (2 * config.num_layers + 1) * config.hidden_size * 4
     assert half == (whole - norms) // 2 + norms
     assert kv_bytes_per_block(config, 16, torch.float32, tp_size=2) * 2 == kv_bytes_per_block(config, 16, torch.float32)
     assert kv_bytes_per_block(config, 16, torch.float32, tp_size=4) == kv_bytes_per_block(
         config, 16, torch.float32, tp_size=2
     )  # two KV heads: four ranks hold each twice
+
+
+def test_experts_are_shared_out_in_slices_or_whole(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
+    config = driver.make_runner(tiny_checkpoint("qwen3_moe"), backend="reference").config
+    scheme = DenseScheme(torch.float32)
+    expert = 3 * 48 * 64 * 4
+    layers, of_experts = 3, 2  # one of the three layers has a plain MLP
+    attention = (2 * 4 + 2 * 2) * 32 * 64 * 4
+    kept = (layers * 2 + 1) * 64 * 4 + layers * 2 * 32 * 4 + of_experts * 8 * 64 * 4  # norms and routers
+    divided = layers * attention + 3 * 128 * 64 * 4 + 2 * 320 * 64 * 4
+    assert weights_bytes(config, scheme) == kept + divided + of_experts * 8 * expert
+    for mesh, slots in (
+        (MeshShape(2), 4.0),
+        (MeshShape(2, expert_parallel=True), 4),
+        (MeshShape(2, expert_parallel=True, num_redundant_experts=2), 5),
+        (MeshShape(2, dp_size=4, expert_parallel=True), 1),
+    ):
+        assert weights_bytes(config, scheme, mesh) == kept + divided // 2 + of_experts * slots * expert
+
+
+def test_rows_that_visit_experts_are_counted(tiny_checkpoint: Callable[..., Path], driver: ModuleType) -> None:
+    """A row for each of a token's three experts; whole experts may get the rows of every rank."""
+    config = driver.make_runner(tiny_checkpoint("qwen3_moe"), backend="reference").config
+
+    def per_token(mesh: MeshShape) -> int:
+        small, large = (activation_bytes(config, limits(max_num_batched_tokens=n), mesh) for n in (256, 512))
+        return (large - small) // 256 // 4
+
+    attention = 5 * 64 + (4 + 2 * 2) * 32 + 2 * 4 * 32
+    at_home = (2 * 3 + 2) * 64 + 8
+    assert per_token(MeshShape()) == attention + at_home + 3 * (2 * 64 + 3 * 48)
+    attention = 5 * 64 + (2 + 2 * 1) * 32 + 2 * 2 * 32
+    assert per_token(MeshShape(2)) == attention + at_home + 3 * (2 * 64 + 3 * 24)
+    assert per_token(MeshShape(2, dp_size=2, expert_parallel=True)) == attention + at_home + 2 * 2 * (2 * 64 + 3 * 48)
 
 
 def limits(**changes: Any) -> StepLimits:
@@ -108,7 +145,7 @@ def test_captured_steps_are_counted_where_they_can_be(tiny_checkpoint: Callable[
     config = driver.make_runner(tiny_checkpoint("llama"), backend="reference").config
     pool = captured_bytes(config, MAX_CAPTURED_TOKENS, 64, torch.float32)
     assert captured_bytes(config, 8, 8, torch.float32) < pool
-    one, split = (activation_bytes(config, limits(), tp_size) for tp_size in (1, 2))
+    one, split = (activation_bytes(config, limits(), MeshShape(tp_size)) for tp_size in (1, 2))
     assert one - split > pool + program_bytes(config, MAX_CAPTURED_TOKENS, 64)
     small, large = (activation_bytes(config, limits(max_num_batched_tokens=tokens)) for tokens in (32, 64))
     more = captured_bytes(config, 64, 64, torch.float32) - captured_bytes(config, 32, 32, torch.float32)
@@ -122,7 +159,7 @@ def test_graphs_are_counted_on_a_gpu(tiny_checkpoint: Callable[..., Path], drive
     assert activation_bytes(config, many) - activation_bytes(config, few) == (
         graph_bytes(config, many) - graph_bytes(config, few)
     )
-    assert graph_bytes(config, many, tp_size=2) < graph_bytes(config, many)
+    assert graph_bytes(config, many, MeshShape(tp_size=2)) < graph_bytes(config, many)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 9, 64, 100, 255, 256, 257, 1000])
