@@ -89,6 +89,8 @@ class EngineDeadError(ShoalError):
 
     status = 503
     code = "engine_dead"
+    retry_after_s = 5.0
+    """By then another engine serves, or this one again, where anything restarts it."""
 
 
 class ConfigError(ShoalError):

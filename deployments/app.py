@@ -3,6 +3,10 @@
     colocated   Gateway
     separate    Gateway -> Tokenizer, Guard, ShardGroup      (unary handle calls; tokens come back over the data plane)
 
+Separate, each stage may have several replicas, and their number may change while requests run: one more shard group
+gets requests as soon as it has loaded; one that is stopped gets no new ones, ends what it runs within
+`gateway.drain_s`, and what is left goes on in another.
+
 HTTP comes through whatever ingress Serve runs; or the gateway's one replica listens itself, which needs no proxy at all
 (`shoal serve`).
 
@@ -13,19 +17,23 @@ Every stage keeps its name in both wirings, so that the `deployments` section of
 # string for no annotation at all.
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from starlette.types import Message, Receive, Scope, Send
 
 from shoal.configs.app import AppConfig
 from shoal.deployments.address import Address
+from shoal.deployments.engine_placement import place_engine, ranks_of_replica
 from shoal.deployments.gateway import Gateway, build_shard_group, build_tokenizer
 from shoal.deployments.guard import Guard
 from shoal.deployments.listener import Listener
 from shoal.deployments.logs import configure_logging
 from shoal.deployments.ray_metrics import RayMirror
-from shoal.deployments.stages import EngineStatus, RemoteStage
+from shoal.deployments.router import ROUTER_CLASS
+from shoal.deployments.stages import EngineStatus, RemoteEngines, RemoteStage, Route
 
 logger = logging.getLogger("shoal.app")
 
@@ -83,7 +91,7 @@ class GatewayReplica:
 
     async def _connect(self, config: AppConfig, tokenizer: Any, guard: Any, shard_group: Any) -> Gateway:
         if shard_group is None:
-            return await Gateway.colocated(config, RayMirror)
+            return await Gateway.colocated(config, RayMirror, partial(ranks_of_replica, config))
 
         def stage(handle: Any, name: str) -> Any:
             return RemoteStage(handle, name, config.wiring.call_timeout_s)
@@ -92,7 +100,7 @@ class GatewayReplica:
             config,
             stage(tokenizer, "Tokenizer"),
             stage(guard, "Guard"),
-            stage(shard_group, "ShardGroup"),
+            RemoteEngines(shard_group, "ShardGroup", config.wiring.call_timeout_s),
             mirror=RayMirror,
         )
 
@@ -105,8 +113,9 @@ class GatewayReplica:
         """Refuses new requests; returns when the running ones have ended or their time is up."""
         await self.gateway.drain()
 
-    async def status(self) -> EngineStatus | None:
-        return self.gateway.service.link.status
+    async def status(self) -> list[EngineStatus]:
+        """Of each engine that this gateway is attached to."""
+        return self.gateway.service.links.statuses
 
     async def __del__(self) -> None:
         if hasattr(self, "gateway"):
@@ -137,10 +146,14 @@ class GuardReplica:
 class ShardGroupReplica:
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         configure_logging()
-        self._stage = await asyncio.to_thread(build_shard_group, config, RayMirror)
+        # The router finds a replica by this name.
+        name = serve.get_replica_context().replica_tag
+        self._stage = await asyncio.to_thread(
+            build_shard_group, config, RayMirror, partial(ranks_of_replica, config), name
+        )
 
-    async def answer(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
-        return await self._stage.answer(method, args)
+    async def answer(self, method: str, args: tuple[Any, ...], route: Route) -> tuple[bool, Any]:
+        return await self._stage.answer(method, args, route)
 
     async def check_health(self) -> None:
         await self._stage.check_health()
@@ -151,17 +164,23 @@ class ShardGroupReplica:
 
 
 def build(args: AppConfig) -> serve.Application:
-    """The application graph of a configuration, for `serve deploy`. Starts nothing."""
+    """The application graph of a configuration, for `serve deploy`. Starts nothing. Raises ConfigError for what the
+    cluster cannot hold."""
     return build_graph(args)
 
 
-def build_graph(args: AppConfig, listen: Address | None = None) -> serve.Application:
+def build_graph(
+    args: AppConfig, listen: Address | None = None, *, ranks_as_processes: bool = False
+) -> serve.Application:
     """With `listen` the gateway's replica is its own ingress, at that address; then it must stay the only one."""
-    shard_options = {**_engine_options(args), "name": "ShardGroup"}
+    placed = place_engine(args, as_processes=ranks_as_processes)
+    args = placed.config
+    shard_options = {**_engine_options(args), **placed.options, "name": "ShardGroup"}
     gateway_options: dict[str, Any] = {
         "name": "Gateway",
         "max_ongoing_requests": args.gateway.max_ongoing_requests,
-        "graceful_shutdown_timeout_s": args.gateway.drain_s + GRACE_S,
+        # When all is stopped at once, what outlives the engines' drain waits for another before it ends with an error.
+        "graceful_shutdown_timeout_s": args.gateway.drain_s + args.gateway.continuation_timeout_s + GRACE_S,
     }
     # Stage calls are short; how many wait is bounded by the stages themselves, with errors that a client can read.
     small = {"max_ongoing_requests": args.gateway.max_ongoing_requests, "ray_actor_options": {"num_cpus": 0.25}}
@@ -171,14 +190,18 @@ def build_graph(args: AppConfig, listen: Address | None = None) -> serve.Applica
         for options in (shard_options, gateway_options, small):
             options["graceful_shutdown_wait_loop_s"] = 0.1
     if args.wiring.mode == "colocated":
-        both = {**shard_options, **gateway_options, "ray_actor_options": {"num_cpus": 1}}
+        both = {**shard_options, **gateway_options}
         return serve.deployment(GatewayReplica, **both).bind(args, listen)
     return serve.deployment(GatewayReplica, **gateway_options, ray_actor_options={"num_cpus": 0.5}).bind(
         args,
         listen,
         serve.deployment(TokenizerReplica, name="Tokenizer", **small).bind(args),
         serve.deployment(GuardReplica, name="Guard", **small).bind(args),
-        serve.deployment(ShardGroupReplica, **shard_options).bind(args),
+        serve.deployment(
+            ShardGroupReplica,
+            **shard_options,
+            request_router_config=RequestRouterConfig(request_router_class=ROUTER_CLASS),
+        ).bind(args),
     )
 
 
@@ -191,5 +214,4 @@ def _engine_options(args: AppConfig) -> dict[str, Any]:
         "health_check_period_s": 2,
         "health_check_timeout_s": 30,
         "max_constructor_retry_count": 2,
-        "ray_actor_options": {"num_cpus": 1},
     }

@@ -92,9 +92,6 @@ def _check_deployment_names(application: Mapping[str, Any], config: AppConfig, w
         if name not in known:
             message = f"{path}.name: {config.wiring.mode} wiring has no deployment {name!r}; it has {', '.join(known)}."
             raise ConfigError(message, param=f"{path}.name")
-        if name == "ShardGroup" and deployment.get("num_replicas", 1) != 1:
-            message = f"{path}.num_replicas: one shard group an application for now; deploy a second application."
-            raise ConfigError(message, param=f"{path}.num_replicas")
 
 
 # --- Serve's own options ------------------------------------------------------------------------------------------

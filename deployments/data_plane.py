@@ -1,8 +1,11 @@
 """Tokens beside Ray: one ZMQ message a step from a shard group to each gateway that waits for something.
 
-A message is msgpack: a list of `RequestDelta.to_wire()`, shortened where a delta is nothing but more text. Every
-connection is CURVE: the gateway is the server and makes its key pair when it starts; its public key travels to the
-shard group in the `attach` call, and the shard group's public key comes back as that call's answer. So a connection
+A message is msgpack: a list of `RequestDelta.to_wire()`, shortened where a delta is nothing but more text; or, about
+once a second, a map that holds an `EngineStatus`, by which a gateway knows that the group lives, also while no call can
+reach it (Serve sends none to a replica that it is stopping, and the streams there go on for a while).
+
+Every connection is CURVE: the gateway is the server and makes its key pair when it starts; its public key travels to
+the shard group in the `attach` call, and the shard group's public key comes back as that call's answer. So a connection
 proves on both sides that Ray's (authenticated) control plane introduced it, and no secret leaves the process that made
 it.
 """
@@ -13,7 +16,7 @@ import asyncio
 import ipaddress
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -23,7 +26,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from shoal.configs.app import WiringConfig
 from shoal.configs.errors import ConfigError
-from shoal.deployments.stages import ReplyAddress
+from shoal.deployments.stages import EngineStatus, ReplyAddress
 from shoal.deployments.streams import StreamHub
 from shoal.model_shards.engine.request import RequestDelta
 
@@ -35,6 +38,7 @@ logger = logging.getLogger("shoal.data_plane")
 
 
 _PLAIN_FIELDS = 6
+_LINGER_MS = 1000
 _MESSAGES_AT_ONCE = 64
 
 
@@ -42,10 +46,17 @@ def encode(deltas: list[RequestDelta]) -> bytes:
     return bytes(msgpack.packb([_to_wire(delta) for delta in deltas]))
 
 
-def decode(message: bytes) -> list[RequestDelta]:
-    """Raises ValueError for what `encode` did not write."""
+def encode_status(status: EngineStatus) -> bytes:
+    return bytes(msgpack.packb({"status": status.to_wire()}))
+
+
+def decode(message: bytes) -> list[RequestDelta] | EngineStatus:
+    """Raises ValueError for what `encode` and `encode_status` did not write."""
     try:
-        return [_from_wire(wire) for wire in msgpack.unpackb(message)]
+        content = msgpack.unpackb(message)
+        if isinstance(content, dict):
+            return EngineStatus.from_wire(content["status"])
+        return [_from_wire(wire) for wire in content]
     except (TypeError, ValueError, KeyError, msgpack.exceptions.UnpackException) as error:
         raise ValueError(f"not a message of deltas: {error}") from error
 
@@ -79,6 +90,8 @@ class DeltaReceiver:
             message = f"The data plane would listen on {host}; set wiring.allow_remote to true if that is meant."
             raise ConfigError(message, param="wiring.data_plane_host")
         self._hub = hub
+        self.on_status: Callable[[EngineStatus], None] = lambda _status: None
+        """Told of each sign of life."""
         self._loop = asyncio.get_running_loop()
         self._descriptor: int | None = None
         """Of the socket, while it is watched."""
@@ -129,11 +142,14 @@ class DeltaReceiver:
             except zmq.Again:
                 return
             try:
-                deltas = decode(message)
+                content = decode(message)
             except ValueError:
                 logger.exception("a data plane message was dropped")
                 continue
-            self._hub.dispatch(deltas)
+            if isinstance(content, EngineStatus):
+                self.on_status(content)
+            else:
+                self._hub.dispatch(content)
         self._loop.call_soon(self._take)
 
     def close(self) -> None:
@@ -162,10 +178,17 @@ class ZmqSink:
 
     def deliver(self, deltas: list[RequestDelta]) -> None:
         """Never blocks. Raises zmq.Again when the gateway has taken nothing for MAX_QUEUED_STEPS steps."""
-        message = encode(deltas)
+        self._send(encode(deltas))
+
+    def tell(self, status: EngineStatus) -> None:
+        """As `deliver`."""
+        self._send(encode_status(status))
+
+    def _send(self, message: bytes) -> None:
         with self._lock:
             self._socket.send(message, zmq.NOBLOCK)
 
     def close(self) -> None:
+        """What was delivered is still sent, if it is taken soon."""
         with self._lock:
-            self._socket.close()
+            self._socket.close(linger=_LINGER_MS)

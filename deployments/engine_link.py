@@ -1,19 +1,20 @@
-"""A gateway's connection to the engine behind it: attaching, submitting, aborting, and watching its health."""
+"""A gateway's connection to one engine: attaching, submitting, aborting, and watching its health."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import logging
-import uuid
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.configs.app import GatewayConfig
 from shoal.configs.errors import EngineDeadError, ShoalError
 from shoal.deployments.data_plane import DeltaReceiver
-from shoal.deployments.stages import EngineInfo, EngineStage, EngineStatus, UnknownGatewayError
-from shoal.deployments.streams import LoopSink, StreamHub
+from shoal.deployments.stages import EngineGoneError, EngineInfo, EngineStage, EngineStatus, UnknownGatewayError
+from shoal.deployments.streams import LiveRequest, LoopSink, StreamHub
 from shoal.model_shards.engine.request import Request
 
 logger = logging.getLogger("shoal.gateway")
@@ -21,6 +22,10 @@ logger = logging.getLogger("shoal.gateway")
 _ABORT_ATTEMPTS = 4
 _LOOKS_UNTIL_LOST = 4
 """Heartbeats between the engine's last delta and its loss being certain; it may be on its way for a moment."""
+_SILENT_HEARTBEATS = 4
+"""An engine that gave no sign of life for so many is taken for dead. That may be wrong: what it still sends for a
+request that has gone on elsewhere is dropped."""
+_LEAST_SILENCE_S = 2.0
 
 
 def may_have_arrived(error: BaseException | None) -> bool:
@@ -29,89 +34,127 @@ def may_have_arrived(error: BaseException | None) -> bool:
     return error is None or not isinstance(error, ShoalError) or isinstance(error, EngineDeadError)
 
 
-class EngineLink:
-    """Lives on the gateway's event loop. `receiver` is None when the engine is in this process."""
+@dataclass(eq=False)
+class GatewayEnd:
+    """What the links of a gateway share. `receiver` is None when the engines are in this process."""
 
-    def __init__(
-        self, engine: EngineStage, hub: StreamHub, config: GatewayConfig, receiver: DeltaReceiver | None
-    ) -> None:
-        self.gateway_id = uuid.uuid4().hex
-        self.status: EngineStatus | None = None
-        self._engine, self._hub, self._config, self._receiver = engine, hub, config, receiver
-        self._info: EngineInfo | None = None
-        self._trouble: str | None = "the engine has not answered yet"
-        self._suspected = False
-        """The last look found no progress; the next one decides."""
-        self._submitting: set[str] = set()
-        self._unheard: dict[str, int] = {}
-        """Request that a stream waits for and the engine does not know -> in how many looks in a row."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        # Calls that must arrive are made outside the context of the request that causes them: Serve cancels every call
-        # made in the context of a request whose client has hung up, and so the abort itself.
-        self._context = contextvars.copy_context()
+    gateway_id: str
+    hub: StreamHub
+    config: GatewayConfig
+    receiver: DeltaReceiver | None
+    lost: Callable[[list[LiveRequest], str], None]
+    """Told of requests that an engine has, or had, and will not finish; never of one that is just being submitted."""
+    # Calls that must arrive are made outside the context of the request that causes them: Serve cancels every call made
+    # in the context of a request whose client has hung up, and so the abort itself.
+    _context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    @property
-    def info(self) -> EngineInfo:
-        """Raises EngineDeadError before `connect` has succeeded once."""
-        if self._info is None:
-            raise EngineDeadError("The engine has not answered yet.")
-        return self._info
-
-    @property
-    def trouble(self) -> str | None:
-        """Why requests cannot be served now; None when they can."""
-        return self._trouble
-
-    async def connect(self) -> None:
-        """Learns what the engine is and tells it where tokens go; then watches it until `close`."""
-        await self._attach()
-        self._spawn(self._watch())
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        if self._receiver is not None:
-            self._receiver.close()
+        if self.receiver is not None:
+            self.receiver.close()
 
-    async def submit(self, requests: list[Request]) -> None:
-        """All of them or none. When the caller is cancelled meanwhile, they are aborted once they have arrived."""
-        if self._receiver is None:
-            # An engine in this process takes them without a pause in which anyone could be cancelled.
-            await self._submit(requests)
-            return
-        sending = self._spawn(self._submit(requests))
+
+class EngineLink:
+    """Lives on the gateway's event loop. Made for one engine; another one that takes its place gets its own."""
+
+    def __init__(self, end: GatewayEnd, engine: EngineStage, info: EngineInfo) -> None:
+        self.info = info
+        self.status: EngineStatus | None = None
+        self.trouble: str | None = "the engine has not answered yet"
+        """Why requests cannot be sent to it now; None when they can."""
+        self.is_leaving = False
+        """No call reaches it any more. What runs there may still end."""
+        self.is_lost = False
+        self._end, self._engine = end, engine
+        self._heard_at = time.monotonic()
+        self._suspected = False
+        """The last look found no progress; the next one decides."""
+        self._submitting: dict[str, LiveRequest] = {}
+        """Whose submission has not been answered yet, by id in the engine."""
+        self._unheard: dict[str, int] = {}
+        """Request that a stream waits for and the engine does not know -> in how many looks in a row."""
+        self._sent_since_status = 0
+
+    @property
+    def load(self) -> int:
+        """Sequences that it runs, that wait there, and that were sent since it said so."""
+        known = 0 if self.status is None else self.status.running + self.status.waiting
+        return known + self._sent_since_status
+
+    @property
+    def live(self) -> list[LiveRequest]:
+        return [live for live in self._end.hub.live if live.engine is self]
+
+    def is_submitting(self, live: LiveRequest) -> bool:
+        return live.engine_id in self._submitting
+
+    async def attach(self) -> None:
+        """Tells the engine where tokens go."""
+        end = self._end
+        if end.receiver is None:
+            await self._engine.attach(end.gateway_id, LoopSink(end.hub, asyncio.get_running_loop()))
+        else:
+            end.receiver.allow(self.info.data_plane_key)
+            await self._engine.attach(end.gateway_id, end.receiver.address)
+        self.trouble = None
+        self._heard_at = time.monotonic()
+
+    async def submit(self, requests: list[LiveRequest]) -> None:
+        """All of them or none. When the caller is cancelled meanwhile, or nobody answers, they are aborted in case they
+        have arrived. Raises what the engine raises, EngineDeadError or EngineGoneError."""
+        ids = {live.engine_id: live for live in requests}
+        self._submitting |= ids
+        sending = self._submit([live.for_engine() for live in requests])
         try:
-            await asyncio.shield(sending)
-        except asyncio.CancelledError:
-            self._spawn(self._abort_after(sending, [request.request_id for request in requests]))
-            raise
+            if self._end.receiver is None:
+                # An engine in this process takes them without a pause in which anyone could be cancelled.
+                await sending
+            else:
+                await self._submit_shielded(sending, list(ids))
+        finally:
+            for name in ids:
+                del self._submitting[name]
+        self._sent_since_status += sum(live.num_open for live in requests)
 
     async def metrics_text(self) -> str:
         return await self._engine.metrics_text()
 
     def abort(self, request_ids: list[str]) -> None:
         """Sends the abort on its way. Tried again if the call fails: an abort that is lost keeps KV memory busy."""
-        self._spawn(self._abort(request_ids))
+        if not self.is_leaving:
+            self._end.spawn(self._abort(request_ids))
 
-    async def _attach(self) -> None:
-        info = await self._engine.describe()
-        if self._receiver is None:
-            await self._engine.attach(self.gateway_id, LoopSink(self._hub, asyncio.get_running_loop()))
-        else:
-            self._receiver.allow(info.data_plane_key)
-            await self._engine.attach(self.gateway_id, self._receiver.address)
-        self._info, self._trouble = info, None
+    def doubt(self, reason: str) -> None:
+        """It gave requests back: no new ones until the next look."""
+        if self.trouble is None:
+            self.trouble = reason
+
+    async def _submit_shielded(self, sending: Coroutine[Any, Any, None], ids: list[str]) -> None:
+        task = self._end.spawn(sending)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._end.spawn(self._abort_after(task, ids))
+            raise
+        except EngineDeadError:
+            self.abort(ids)
+            raise
 
     async def _submit(self, requests: list[Request]) -> None:
-        ids = {request.request_id for request in requests}
-        self._submitting |= ids
+        gateway_id = self._end.gateway_id
         try:
-            await self._engine.submit(self.gateway_id, requests)
+            await self._engine.submit(gateway_id, requests)
         except UnknownGatewayError:
-            await self._attach()
-            await self._engine.submit(self.gateway_id, requests)
-        finally:
-            self._submitting -= ids
+            await self.attach()
+            await self._engine.submit(gateway_id, requests)
 
     async def _abort_after(self, sending: asyncio.Future[None], request_ids: list[str]) -> None:
         await asyncio.wait([sending])
@@ -120,66 +163,97 @@ class EngineLink:
 
     async def _abort(self, request_ids: list[str]) -> None:
         for attempt in range(_ABORT_ATTEMPTS):
+            if self.is_lost:
+                return
             try:
                 await self._engine.abort(request_ids)
+                return
+            except EngineGoneError:
                 return
             except ShoalError as error:
                 logger.warning("abort failed (attempt %d): %s", attempt + 1, error)
                 await asyncio.sleep(0.2 * 4**attempt)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     # Health ---------------------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat_s)
+    async def watch(self) -> None:
+        """Until the engine is lost for good."""
+        while not self.is_lost:
+            await asyncio.sleep(self._end.config.heartbeat_s)
             try:
-                await self._look()
+                if not self.is_leaving:
+                    await self._look()
             except ShoalError as error:
                 self._give_up(f"the engine does not answer: {error}")
             except Exception:
                 logger.exception("the engine's heartbeat failed")
                 self._give_up("the engine's heartbeat failed")
+            if self.is_leaving and (self._is_silent or not self.live):
+                self.is_lost = True
+                self._give_up("the engine is gone")
+
+    def on_sign_of_life(self, status: EngineStatus) -> None:
+        self._heard_at = time.monotonic()
+        self.status = status
+        self._sent_since_status = 0
+        if self.is_leaving:
+            self._find_lost(status)
+
+    @property
+    def _is_silent(self) -> bool:
+        allowed_s = max(_LEAST_SILENCE_S, _SILENT_HEARTBEATS * self._end.config.heartbeat_s)
+        return time.monotonic() - self._heard_at > allowed_s
 
     async def _look(self) -> None:
-        status = await self._engine.heartbeat(self.gateway_id)
-        self.status = status
-        if self._info is None or status.instance_id != self._info.instance_id:
-            # Another instance, or one that has dropped us: what ran there for us is gone.
-            self._give_up("the engine was restarted")
-            await self._attach()
+        heartbeat = asyncio.ensure_future(self._engine.heartbeat(self._end.gateway_id))
+        try:
+            while not heartbeat.done():
+                await asyncio.wait([heartbeat], timeout=self._end.config.heartbeat_s)
+                if not heartbeat.done() and self._end.receiver is not None and self._is_silent:
+                    self._give_up("the engine gives no sign of life")
+            status = await heartbeat
+        except EngineGoneError:
+            logger.info("engine %s takes no calls any more", self.info.instance_id)
+            self.is_leaving, self.trouble = True, "the engine is being stopped"
+            return
+        finally:
+            heartbeat.cancel()
+        self.on_sign_of_life(status)
+        if not status.instance_id:
+            # It has dropped us: what ran there for us is gone.
+            self._give_up("the engine has dropped this gateway")
+            await self.attach()
         elif not status.alive:
             self._give_up("the engine is dead")
         elif self._makes_no_progress(status):
             self._give_up(f"the engine has finished no step for {status.seconds_since_step:.0f} s")
         else:
-            self._trouble = None
-            self._fail_lost(status)
+            self.trouble = None
+            self._find_lost(status)
 
-    def _fail_lost(self, status: EngineStatus) -> None:
-        """Ends streams whose last delta must have been lost: no stream waits for ever, whatever went wrong."""
-        waiting = (name for name in self._hub.request_ids if name not in status.own_requests | self._submitting)
+    def _find_lost(self, status: EngineStatus) -> None:
+        """Streams whose last delta must have been lost: none waits for ever, whatever went wrong."""
+        known = status.own_requests | self._submitting.keys()
+        waiting = {live.engine_id: live for live in self.live if live.engine_id not in known}
         self._unheard = {name: self._unheard.get(name, 0) + 1 for name in waiting}
-        lost = [name for name, looks in self._unheard.items() if looks >= _LOOKS_UNTIL_LOST]
+        lost = [live for name, live in waiting.items() if self._unheard[name] >= _LOOKS_UNTIL_LOST]
         if lost:
             logger.error("%d answers were lost between the engine and this gateway", len(lost))
-            self._hub.fail(lost, EngineDeadError("The answer was lost on its way; try again."))
+            self._end.lost(lost, "the answer was lost on its way")
 
     def _makes_no_progress(self, status: EngineStatus) -> bool:
         """An idle engine takes no steps, and one that was idle a moment ago has not taken its first yet: two looks
         must agree."""
-        stuck = status.live_requests > 0 and status.seconds_since_step > self._config.progress_timeout_s
+        stuck = status.live_requests > 0 and status.seconds_since_step > self._end.config.progress_timeout_s
         confirmed = stuck and self._suspected
         self._suspected = stuck
         return confirmed
 
     def _give_up(self, reason: str) -> None:
-        if self._trouble is None:
-            logger.error("not ready: %s; %d streams end", reason, len(self._hub.request_ids))
-        self._trouble = reason
-        self._hub.fail(self._hub.request_ids, EngineDeadError(f"The request cannot be finished: {reason}."))
+        live = [live for live in self.live if not self.is_submitting(live)]
+        if self.trouble is None:
+            logger.error("engine %s: %s; it had %d requests", self.info.instance_id, reason, len(live))
+        self.trouble = reason
+        if live:
+            self.abort([request.engine_id for request in live])
+            self._end.lost(live, reason)

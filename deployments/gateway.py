@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 
 from shoal.configs.app import AppConfig
 from shoal.deployments.data_plane import DeltaReceiver
-from shoal.deployments.engine_link import EngineLink
+from shoal.deployments.engine_links import EngineLinks
 from shoal.deployments.guard import Guard
 from shoal.deployments.http.app import create_app
 from shoal.deployments.metrics import ENGINE_METRICS, GATEWAY_METRICS, EngineMetrics, Metrics, Mirror
 from shoal.deployments.service import GatewayService, Stages
-from shoal.deployments.stages import EngineStage, GuardStage, TokenizerStage, package_version
+from shoal.deployments.stages import EngineDirectory, GuardStage, OneEngine, TokenizerStage, package_version
 from shoal.deployments.streams import StreamHub
 from shoal.deployments.tokenizer import Tokenizer
 from shoal.guardrails.pipeline import load_rails
@@ -39,8 +39,8 @@ _LAST_WORDS_S = 2.0
 AsyncCall = Callable[[], Coroutine[Any, Any, None]]
 MirrorFactory = Callable[[str], Mirror]
 """Model name -> where its metrics are reported as well."""
-RankSourceFactory = Callable[[], "RankSource"]
-"""Where the model's ranks run; called in a thread, since it may wait for them."""
+RankSourceFactory = Callable[[], "RankSource | None"]
+"""Where the model's ranks run (None: on this machine); called in a thread, since it may wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class Gateway:
             guard.close()
 
         stages = Stages(tokenizer, guard if _has_input_rails(config) else None)
-        return await cls._connected(config, stages, group, mirror, Resident((close,), (group.check_health,)))
+        resident = Resident((close,), (group.check_health,))
+        return await cls._connected(config, stages, OneEngine(group), mirror, resident)
 
     @classmethod
     async def separate(
@@ -83,36 +84,37 @@ class Gateway:
         config: AppConfig,
         tokenizer: TokenizerStage,
         guard: GuardStage,
-        engine: EngineStage,
+        engines: EngineDirectory,
         mirror: MirrorFactory | None = None,
     ) -> Gateway:
         """Connects to stages in other processes. Their tokens come over the data plane."""
         stages = Stages(tokenizer, guard if _has_input_rails(config) else None)
-        return await cls._connected(config, stages, engine, mirror, None)
+        return await cls._connected(config, stages, engines, mirror, None)
 
     @classmethod
     async def _connected(
         cls,
         config: AppConfig,
         stages: Stages,
-        engine: EngineStage,
+        engines: EngineDirectory,
         mirror: MirrorFactory | None,
         resident: Resident | None,
     ) -> Gateway:
-        """`resident` is None when the engine is elsewhere."""
+        """`resident` is None when the engines are elsewhere."""
         hub = StreamHub()
         receiver = DeltaReceiver(hub, config.wiring) if resident is None else None
-        link = EngineLink(engine, hub, config.gateway, receiver)
+        metrics = Metrics(GATEWAY_METRICS)
+        links = EngineLinks(engines, hub, config.gateway, metrics, receiver)
         resident = resident or Resident()
         try:
-            await link.connect()
-            name = link.info.model_name
-            metrics = Metrics(GATEWAY_METRICS)
+            await links.connect()
+            name = links.info.model_name
             metrics.name_model(name, None if mirror is None else mirror(name))
+            links.count_attached()
             _, output_rails = load_rails(config.guard)
-            return cls(GatewayService(config.gateway, stages, link, hub, output_rails, metrics), resident)
+            return cls(GatewayService(config.gateway, stages, links, hub, output_rails, metrics), resident)
         except BaseException:
-            link.close()
+            links.close()
             for close in resident.closers:
                 await close()
             raise
@@ -133,9 +135,10 @@ class Gateway:
         await self.drain()
         for close in closers:
             await close()
+        self.service.links.end_all("The server is shutting down; this answer is not complete.")
         # Errors that the stopped engine just delivered still have to become bytes.
         await self.service.in_flight.wait_until_idle(_LAST_WORDS_S)
-        self.service.link.close()
+        self.service.links.close()
 
 
 def _has_input_rails(config: AppConfig) -> bool:
@@ -143,18 +146,22 @@ def _has_input_rails(config: AppConfig) -> bool:
 
 
 def build_shard_group(
-    config: AppConfig, mirror: MirrorFactory | None = None, ranks: RankSourceFactory | None = None
+    config: AppConfig,
+    mirror: MirrorFactory | None = None,
+    ranks: RankSourceFactory | None = None,
+    instance_id: str = "",
 ) -> ShardGroup:
-    """Loads the model and starts its engine; takes seconds. Raises ConfigError or ModelLoadError."""
-    from shoal.deployments.shard_group import ShardGroup
+    """Loads the model and starts its engine; takes seconds. `instance_id`: by which calls find this group among others.
+    Raises ConfigError or ModelLoadError."""
+    from shoal.deployments.shard_group import GroupTimes, ShardGroup
     from shoal.model_shards.engine.build import build_engine
 
     metrics = Metrics(ENGINE_METRICS)
     engine = build_engine(config.engine, EngineMetrics(metrics), ranks() if ranks is not None else None)
     metrics.name_model(engine.model_name, None if mirror is None else mirror(engine.model_name))
     engine.start()
-    lease_s = config.wiring.gateway_lease_s
-    return ShardGroup(engine, metrics, gateway_lease_s=lease_s, drain_s=config.gateway.drain_s)
+    times = GroupTimes(config.wiring.gateway_lease_s, config.gateway.heartbeat_s, config.gateway.drain_s)
+    return ShardGroup(engine, metrics, times, instance_id)
 
 
 def build_tokenizer(config: AppConfig) -> Tokenizer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from shoal.configs.app import GatewayConfig
 from shoal.deployments.http.errors import GenerationError, RequestTimeoutError
 from shoal.deployments.protocol.responses import Usage, make_usage
-from shoal.deployments.streams import RequestStream, StreamHub, merge
+from shoal.deployments.streams import LiveRequest, RequestStream, StreamHub, merge
 from shoal.guardrails.pipeline import GuardedText, RailPipeline
 from shoal.guardrails.verdicts import Verdict
 from shoal.model_shards.engine.plan import TokenLogprobs
@@ -24,7 +24,7 @@ class Outputs:
     """What happens around a generation."""
 
     rails: RailPipeline
-    abort: Callable[[list[str]], None]
+    abort: Callable[[list[LiveRequest]], None]
     """Sends the abort of engine requests on its way; does not wait."""
     blocked: Callable[[Verdict], None]
     """Told once for each choice that an output rail ends."""
@@ -86,7 +86,7 @@ class Generation:
     """Use as a context manager: leaving it ends whatever is still running, however it is left."""
 
     def __init__(self, requests: list[Request], hub: StreamHub, config: GatewayConfig, outputs: Outputs) -> None:
-        self.requests = requests
+        self.requests: list[LiveRequest] = []
         self._hub, self._config, self._outputs = hub, config, outputs
         self._stream = RequestStream()
         self._deadline = time.monotonic() + config.request_timeout_s
@@ -97,7 +97,7 @@ class Generation:
         self._closed = False
         first_choice = 0
         for request in requests:
-            hub.add(request.request_id, self._stream, first_choice, request.sampling.n)
+            self.requests.append(LiveRequest(request, self._stream, first_choice))
             whole = request.sampling.logprobs is not None
             for choice in range(first_choice, first_choice + request.sampling.n):
                 self._open.add(choice)
@@ -175,14 +175,12 @@ class Generation:
         return delta
 
     def close(self, *, submitted: bool = True) -> None:
-        """Idempotent. Nothing arrives after this; engine requests that may still run are aborted (unless they were
-        never submitted)."""
-        ids = [request.request_id for request in self.requests]
-        for request_id in ids:
-            self._hub.remove(request_id)
+        """Idempotent. Nothing arrives after this; engine requests that may still run are aborted (unless none does)."""
+        for live in self.requests:
+            self._hub.close(live)
         # A choice that a rail has ended is over for the client, not for the engine.
         may_run = bool(self._open) or any(not guard.verdict.allowed for guard in self._guards.values())
         if submitted and may_run and not self._closed:
-            self._outputs.abort(ids)
+            self._outputs.abort(self.requests)
         self._closed = True
         self._stream.close()

@@ -123,6 +123,14 @@ GATEWAY_METRICS = (
     Metric("shoal_http_requests_in_flight", "gauge", "HTTP requests being answered."),
     Metric("shoal_client_disconnects_total", "counter", "Generations ended by a client that hung up.", ("route",)),
     Metric("shoal_rail_verdicts_total", "counter", "Verdicts of rails.", ("direction", "rail", "verdict")),
+    Metric("shoal_engines_attached", "gauge", "Engines (shard groups) that this gateway is attached to."),
+    Metric("shoal_engines_lost_total", "counter", "Engines that died or were stopped while attached."),
+    Metric(
+        "shoal_continuations_total",
+        "counter",
+        "Requests whose engine was lost: gone on in another (continued), or ended with an error (failed).",
+        ("outcome",),
+    ),
 )
 TABLE = (*ENGINE_METRICS, *GATEWAY_METRICS)
 _BY_NAME = {metric.name: metric for metric in TABLE}
@@ -218,6 +226,28 @@ class Metrics:
             edge = "+Inf" if bound == math.inf else f"{bound:g}"
             lines.append(f'{metric.name}_bucket{{{shown},le="{edge}"}} {running}')
         return [*lines, f"{metric.name}_sum{{{shown}}} {value.sum:.9g}", f"{metric.name}_count{{{shown}}} {running}"]
+
+
+def join_metrics(texts: dict[str, str]) -> str:
+    """The Prometheus texts of several engines as one, each series with the engine's name as label `engine`. The text
+    of a single one stays as it is."""
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    families: dict[str, list[str]] = {}
+    """The comments of a family -> its series, of all engines."""
+    for name, text in texts.items():
+        comments = ""
+        series: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("# HELP"):
+                comments, series = line, []
+            elif line.startswith("#"):
+                comments += f"\n{line}"
+                series = families.setdefault(comments, [])
+            else:
+                metric, _, rest = line.partition("{")
+                series.append(f'{metric}{{engine="{_escape(name)}",{rest}')
+    return "".join("\n".join((comments, *series, "")) for comments, series in families.items())
 
 
 class _Histogram:

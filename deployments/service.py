@@ -21,7 +21,7 @@ from shoal.configs.errors import (
     OverloadedError,
     ShoalError,
 )
-from shoal.deployments.engine_link import EngineLink, may_have_arrived
+from shoal.deployments.engine_links import EngineLinks
 from shoal.deployments.generation import Generation, Outputs
 from shoal.deployments.http.requests import InFlight
 from shoal.deployments.metrics import Metrics
@@ -80,26 +80,26 @@ class GatewayService:
         self,
         config: GatewayConfig,
         stages: Stages,
-        link: EngineLink,
+        links: EngineLinks,
         hub: StreamHub,
         output_rails: RailPipeline,
         metrics: Metrics,
     ) -> None:
         self.config = config
         self.stages = stages
-        self.link = link
+        self.links = links
         self.metrics = metrics
         self.draining = False
         self.in_flight = InFlight()
         self._hub = hub
-        self._outputs = Outputs(output_rails, link.abort, self._output_blocked)
+        self._outputs = Outputs(output_rails, links.abort, self._output_blocked)
         self._vocabulary: asyncio.Task[tuple[Vocabulary, frozenset[int]]] | None = None
 
     # Before a request ------------------------------------------------------------------------------------------------
 
     def check_model(self, model: str | None) -> str:
         """The served name. Raises ModelNotFoundError for another; without a name, the served model is meant."""
-        served = self.link.info.model_name
+        served = self.links.info.model_name
         if model is not None and model != served:
             message = f"The model {model[:200]!r} does not exist here; GET /v1/models lists what does."
             raise ModelNotFoundError(message, param="model")
@@ -109,8 +109,8 @@ class GatewayService:
         """Raises what a client must be told while requests cannot be served."""
         if self.draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=5.0)
-        if self.link.trouble is not None:
-            raise EngineDeadError(f"The server is not ready: {self.link.trouble}.")
+        if self.links.trouble is not None:
+            raise EngineDeadError(f"The server is not ready: {self.links.trouble}.")
 
     async def vocabulary(self) -> tuple[Vocabulary, frozenset[int]]:
         """The bytes of all tokens and the ids of special ones, fetched once."""
@@ -140,7 +140,7 @@ class GatewayService:
     async def metrics_text(self) -> str:
         """The gateway's metrics and the engine's. Without the engine, the gateway's alone."""
         try:
-            engine = await self.link.metrics_text()
+            engine = await self.links.metrics_text()
         except ShoalError as error:
             engine = f"# the engine's metrics are missing: {type(error).__name__}\n"
         return self.metrics.render() + engine
@@ -198,9 +198,9 @@ class GatewayService:
         requests = [self._request(token_ids, sampling, body) for token_ids in encoded.token_ids]
         generation = Generation(requests, self._hub, self.config, self._outputs)
         try:
-            await self.link.submit(requests)
-        except BaseException as error:
-            generation.close(submitted=may_have_arrived(error))
+            await self.links.submit(generation.requests)
+        except BaseException:
+            generation.close(submitted=False)
             raise
         return generation
 
@@ -217,7 +217,7 @@ class GatewayService:
     def _check(self, encoded: Encoded, sampling: SamplingParams, fields: tuple[str, str]) -> None:
         """All that can be known to be wrong before the engine is asked, so that a batch is refused as a whole."""
         prompt_field, limit_field = fields
-        info = self.link.info
+        info = self.links.info
         sampling.check(info.vocab_size)
         choices = len(encoded.token_ids) * sampling.n
         most = self.config.limits.max_choices
@@ -229,7 +229,7 @@ class GatewayService:
             self._check_context(len(token_ids), sampling.max_tokens, prompt_field, limit_field)
 
     def _check_context(self, prompt: int, max_tokens: int | None, prompt_field: str, limit_field: str) -> None:
-        limit = self.link.info.max_model_len
+        limit = self.links.info.max_model_len
         # Scoring needs no room for an answer; anything else needs room for a token at least.
         wanted = prompt + (1 if max_tokens is None else max_tokens)
         if wanted <= limit:

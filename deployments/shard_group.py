@@ -7,8 +7,9 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -16,11 +17,14 @@ from shoal.configs.errors import EngineDeadError
 from shoal.deployments.data_plane import ZmqSink
 from shoal.deployments.metrics import Metrics
 from shoal.deployments.stages import (
+    EngineGoneError,
     EngineInfo,
     EngineStatus,
     RemoteCallable,
     ReplyAddress,
+    Route,
     UnknownGatewayError,
+    error_to_wire,
     package_version,
 )
 from shoal.model_shards.engine.engine import Engine
@@ -30,20 +34,39 @@ from shoal.model_shards.engine.request import Request, RequestDelta
 logger = logging.getLogger("shoal.shard_group")
 
 
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """Seconds."""
+
+    gateway_lease: float
+    """A gateway that was not heard of for so long is gone."""
+    sign_of_life: float
+    """Between two that gateways in other processes are sent."""
+    drain: float
+    """At shutdown, how long running requests may go on."""
+
+
 class ShardGroup(RemoteCallable):
     """Hands requests to the engine and says where their tokens go. All methods run on one event loop."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, *, gateway_lease_s: float, drain_s: float) -> None:
-        """Takes a started engine, and owns it from here on."""
+    def __init__(self, engine: Engine, metrics: Metrics, times: GroupTimes, instance_id: str = "") -> None:
+        """Takes a started engine, and owns it from here on. `instance_id`: by which calls are routed to this group and
+        no other; made here where none are routed."""
         self.engine = engine
         self.metrics = metrics
-        self._lease_s, self._drain_s = gateway_lease_s, drain_s
-        self._instance_id = uuid.uuid4().hex
+        self._times = times
+        self._instance_id = instance_id or uuid.uuid4().hex
         self._created = int(time.time())
         self._links: dict[str, _GatewayLink] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._keys: tuple[bytes, bytes] = zmq.curve_keypair()
         self._reaper: asyncio.Task[None] | None = None
+        self._signs: asyncio.Task[None] | None = None
+
+    async def answer(self, method: str, args: tuple[Any, ...], route: Route | None = None) -> tuple[bool, Any]:
+        if route is not None and route.to not in ("", self._instance_id):
+            return False, error_to_wire(EngineGoneError(f"Engine {route.to} takes no calls any more."))
+        return await super().answer(method, args)
 
     async def describe(self) -> EngineInfo:
         engine = self.engine
@@ -62,14 +85,14 @@ class ShardGroup(RemoteCallable):
         that is refused once is not tried again."""
         self._drop_link(gateway_id)
         if not isinstance(reply, ReplyAddress):
-            self._links[gateway_id] = _GatewayLink(reply, lambda: None, expires=False)
+            self._links[gateway_id] = _GatewayLink(reply)
             return
         if self._context is None:
             self._context = zmq.Context()
-        sink = ZmqSink(self._context, reply, self._keys)
-        self._links[gateway_id] = _GatewayLink(sink, sink.close, expires=True)
+        self._links[gateway_id] = _GatewayLink(ZmqSink(self._context, reply, self._keys))
         if self._reaper is None:
             self._reaper = asyncio.create_task(self._reap(), name="gateway-leases")
+            self._signs = asyncio.create_task(self._give_signs(), name="signs-of-life")
 
     async def submit(self, gateway_id: str, requests: list[Request]) -> None:
         """Queues requests that belong together: all of them or none. Raises what `Engine.submit` raises."""
@@ -99,6 +122,9 @@ class ShardGroup(RemoteCallable):
         link = self._links.get(gateway_id)
         if link is not None:
             link.last_heard = time.monotonic()
+        return self._status_for(link)
+
+    def _status_for(self, link: _GatewayLink | None) -> EngineStatus:
         engine, stats = self.engine, self.engine.stats()
         self._record_blocks(stats.kv_blocks_free, stats.kv_blocks_cached, stats.kv_blocks)
         return EngineStatus(
@@ -127,14 +153,19 @@ class ShardGroup(RemoteCallable):
 
     async def shutdown(self) -> None:
         """Lets running requests end for `drain_s`, aborts the rest with an error, stops the ranks."""
+        # Gateways cannot call any more: their leases are not renewed. They are still sent signs of life, or they would
+        # take their requests elsewhere.
         if self._reaper is not None:
             self._reaper.cancel()
-        await asyncio.to_thread(self.engine.shutdown, self._drain_s)
+        await asyncio.to_thread(self.engine.shutdown, self._times.drain)
+        if self._signs is not None:
+            self._signs.cancel()
         for gateway_id in list(self._links):
             self._drop_link(gateway_id)
-        if self._context is not None:
-            self._context.term()
-            self._context = None
+        context, self._context = self._context, None
+        if context is not None:
+            # Waits for the last deltas to be taken.
+            await asyncio.to_thread(context.term)
 
     def _record_blocks(self, free: int, cached: int, total: int) -> None:
         """`free` counts cached blocks too: they can be taken at once."""
@@ -151,29 +182,38 @@ class ShardGroup(RemoteCallable):
     async def _reap(self) -> None:
         """Gateways that died without a word: their requests must not go on."""
         while True:
-            await asyncio.sleep(self._lease_s / 4)
+            await asyncio.sleep(self._times.gateway_lease / 4)
             now = time.monotonic()
             for gateway_id, link in list(self._links.items()):
-                if link.expires and now - link.last_heard > self._lease_s:
-                    logger.warning("gateway %s was not heard of for %g s; its requests end", gateway_id, self._lease_s)
+                unheard_s = now - link.last_heard
+                if link.remote is not None and unheard_s > self._times.gateway_lease:
+                    logger.warning("gateway %s was not heard of for %g s; its requests end", gateway_id, unheard_s)
                     self._drop_link(gateway_id)
+
+    async def _give_signs(self) -> None:
+        while True:
+            await asyncio.sleep(self._times.sign_of_life)
+            for link in list(self._links.values()):
+                if link.remote is not None:
+                    with suppress(zmq.Again):  # it takes nothing: its next tokens will find out
+                        link.remote.tell(self._status_for(link))
 
 
 class _GatewayLink:
     """A gateway's sink, with the ids of its live requests (so that they can be ended when it is gone)."""
 
-    def __init__(self, sink: DeltaSink, close: Callable[[], None], *, expires: bool) -> None:
+    def __init__(self, sink: DeltaSink) -> None:
         self._sink = sink
-        self._close = close
         self._closed = False
-        self.expires = expires
+        self.remote = sink if isinstance(sink, ZmqSink) else None
+        """Of a gateway in another process, which may die without a word."""
         self.last_heard = time.monotonic()
         # Written by the event loop (a new id) and the engine thread (an id that ended); each operation is one dict
         # operation, and an id is written by one side only at a time.
         self._open_sequences: dict[str, int] = {}
 
     def expect(self, request: Request) -> None:
-        self._open_sequences[request.request_id] = request.sampling.n
+        self._open_sequences[request.request_id] = len(request.open_indices)
 
     def forget(self, request_id: str) -> None:
         self._open_sequences.pop(request_id, None)
@@ -194,8 +234,8 @@ class _GatewayLink:
 
     def close(self) -> None:
         self._closed = True
-        with suppress(zmq.ZMQError):
-            self._close()
+        if self.remote is not None:
+            self.remote.close()
 
 
 def _fingerprint(engine: Engine) -> str:

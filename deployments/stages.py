@@ -89,6 +89,24 @@ class EngineStatus:
     kv_blocks_free: int
     """Cached ones included."""
 
+    def to_wire(self) -> list[Any]:
+        return [
+            self.instance_id,
+            self.alive,
+            self.running,
+            self.waiting,
+            self.live_requests,
+            list(self.own_requests),
+            self.seconds_since_step,
+            self.kv_blocks,
+            self.kv_blocks_free,
+        ]
+
+    @classmethod
+    def from_wire(cls, wire: list[Any]) -> EngineStatus:
+        instance_id, alive, running, waiting, live, own, *rest = wire
+        return cls(instance_id, alive, running, waiting, live, frozenset(own), *rest)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplyAddress:
@@ -99,11 +117,39 @@ class ReplyAddress:
     """CURVE public key of the receiver, Z85."""
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Which of several replicas a call is for; the router sees to it (deployments/router.py)."""
+
+    to: str = ""
+    """This one (the engine's `instance_id`). When it is gone, another one gets the call and answers EngineGoneError."""
+    unlike: frozenset[str] = frozenset()
+    """Any, but preferably none of these."""
+
+
+class EngineGoneError(ShoalError):
+    """The replica that was called takes no calls any more: it has died, or is being stopped."""
+
+    status = 503
+    code = "engine_gone"
+
+
 class UnknownGatewayError(ShoalError):
     """The caller has not attached (this shard group has restarted); it should, and try again."""
 
     status = 503
     code = "unknown_gateway"
+
+
+class EngineDirectory(Protocol):
+    """Where a gateway learns of the engines it can send requests to."""
+
+    may_grow: bool
+    """An engine may come at any time, in place of one that was lost. False: those there are now are all."""
+
+    async def find(self, known: frozenset[str]) -> tuple[EngineInfo, EngineStage] | None:
+        """An engine whose `instance_id` is not among these; None when there is none now. Raises EngineDeadError when
+        nobody answers."""
 
 
 class TokenizerStage(Protocol):
@@ -146,13 +192,15 @@ class RemoteStage:
     longer than `timeout_s`.
     """
 
-    def __init__(self, handle: Any, name: str, timeout_s: float) -> None:
+    def __init__(self, handle: Any, name: str, timeout_s: float, route: Route | None = None) -> None:
+        """`route`: for a stage that may have several replicas; its `answer` takes it as a third argument."""
         self._handle, self._name, self._timeout_s = handle, name, timeout_s
+        self._more = () if route is None else (route,)
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any) -> Any:
             try:
-                response = self._handle.answer.remote(method, args)
+                response = self._handle.answer.remote(method, args, *self._more)
                 ok, value = await asyncio.wait_for(response, self._timeout_s)
             except asyncio.CancelledError:
                 raise
@@ -166,6 +214,37 @@ class RemoteStage:
             return value
 
         return call
+
+
+class OneEngine:
+    """A directory of one engine that is here, and no other will come."""
+
+    may_grow = False
+
+    def __init__(self, engine: EngineStage) -> None:
+        self._engine = engine
+
+    async def find(self, known: frozenset[str]) -> tuple[EngineInfo, EngineStage] | None:
+        info = await self._engine.describe()
+        return None if info.instance_id in known else (info, self._engine)
+
+
+class RemoteEngines:
+    """A directory of the replicas behind a handle: asks the router for one that is not known yet."""
+
+    may_grow = True
+
+    def __init__(self, handle: Any, name: str, timeout_s: float) -> None:
+        self._handle, self._name, self._timeout_s = handle, name, timeout_s
+
+    async def find(self, known: frozenset[str]) -> tuple[EngineInfo, EngineStage] | None:
+        info: EngineInfo = await self._stage(Route(unlike=known)).describe()
+        if info.instance_id in known:
+            return None
+        return info, self._stage(Route(to=info.instance_id))
+
+    def _stage(self, route: Route) -> Any:
+        return RemoteStage(self._handle, self._name, self._timeout_s, route)
 
 
 def error_to_wire(error: ShoalError) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From the engine's deltas, one batch a step, to the streams that wait for them.
+"""From the engines' deltas, one batch a step, to the streams that wait for them.
 
 Everything here runs on the gateway's event loop, except `LoopSink.deliver`.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from shoal.configs.errors import ShoalError
-from shoal.model_shards.engine.request import RequestDelta
+from shoal.model_shards.engine.request import FinishReason, Request, RequestDelta, ResumedOutput
+
+if TYPE_CHECKING:
+    from shoal.deployments.engine_link import EngineLink
 
 _COMPACT_AT = 32
 """Deltas of one choice that wait before they are joined: joined at each token, a long answer would be copied as often
@@ -127,51 +131,105 @@ def merge(deltas: Sequence[RequestDelta]) -> RequestDelta:
     )
 
 
-@dataclass(slots=True)
-class _Expected:
-    """An engine request whose deltas are still to come."""
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """An engine request until its last delta: where its tokens go, where it runs, and what of it has arrived. That is
+    all it takes to go on in another engine (`for_engine`)."""
 
+    request: Request
+    """As the client asked it; its sequence i is the stream's choice `first_choice + i`."""
     stream: RequestStream
     first_choice: int
-    open_sequences: int
+    engine: EngineLink | None = None
+    """Where it runs, or is being sent to."""
+    attempt: int = 0
+    """Submissions that came to nothing so far."""
+    continuations: int = 0
+    """How often an engine lost it."""
+    closed: bool = False
+    """Nobody reads the stream any more."""
+    outputs: list[list[int]] = field(init=False)
+    """Token ids that have arrived, by sequence."""
+    finished: list[bool] = field(init=False)
+    _has_begun: bool = False
+    """Sequence 0 has given something, and so what is told once: the prompt's logprobs, and its cached tokens."""
+
+    def __post_init__(self) -> None:
+        self.outputs = [[] for _ in range(self.request.sampling.n)]
+        self.finished = [False] * self.request.sampling.n
+
+    @property
+    def engine_id(self) -> str:
+        """Its id in the engine. A new one each time, so that what a lost engine may still send belongs to nobody."""
+        return f"{self.request.request_id}.{self.attempt}" if self.attempt else self.request.request_id
+
+    @property
+    def is_over(self) -> bool:
+        return all(self.finished)
+
+    @property
+    def num_open(self) -> int:
+        return self.finished.count(False)
+
+    def for_engine(self) -> Request:
+        """The request with which an engine goes on after what has arrived."""
+        request = self.request
+        if not self.attempt:
+            return request
+        resumed: tuple[ResumedOutput, ...] = ()
+        if any(self.outputs) or any(self.finished):
+            resumed = tuple(map(ResumedOutput, self.outputs, self.finished))
+        sampling = replace(request.sampling, prompt_logprobs=None) if self._has_begun else request.sampling
+        return replace(request, request_id=self.engine_id, sampling=sampling, resumed=resumed)
+
+    def take(self, delta: RequestDelta) -> None:
+        self.outputs[delta.index] += delta.token_ids
+        if delta.finish_reason is not None:
+            self.finished[delta.index] = True
+        if self.attempt:
+            delta.request_id = self.request.request_id
+            if self._has_begun:
+                delta.num_cached_tokens = 0
+        if delta.index == 0:
+            self._has_begun = True
+        self.stream.push(self.first_choice + delta.index, delta)
 
 
 class StreamHub:
-    """Which stream waits for which engine request. Deltas of requests that it does not know (ended, closed, aborted)
-    are dropped."""
+    """Which stream waits for which engine request. Deltas of requests that it does not know (ended, closed, aborted,
+    gone on elsewhere) are dropped."""
 
     def __init__(self) -> None:
-        self._expected: dict[str, _Expected] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self.gave_back: Callable[[LiveRequest, str], bool] = lambda _live, _reason: False
+        """Asked when an engine ends a request through no fault of its own: whether somebody sees to it that it goes on
+        elsewhere. Then its stream hears nothing of it."""
 
     @property
-    def request_ids(self) -> list[str]:
+    def live(self) -> list[LiveRequest]:
         """Engine requests that have not given their last delta."""
-        return list(self._expected)
+        return list(self._live.values())
 
-    def add(self, request_id: str, stream: RequestStream, first_choice: int, num_sequences: int) -> None:
-        """Deltas of `request_id` go to `stream`; its sequence i is the stream's choice `first_choice + i`."""
-        assert request_id not in self._expected, request_id
-        self._expected[request_id] = _Expected(stream, first_choice, num_sequences)
+    def open(self, live: LiveRequest) -> None:
+        """Deltas under its present id reach its stream from here on."""
+        assert live.engine_id not in self._live, live.engine_id
+        self._live[live.engine_id] = live
 
-    def remove(self, request_id: str) -> None:
-        self._expected.pop(request_id, None)
+    def close(self, live: LiveRequest) -> None:
+        """Idempotent."""
+        self._live.pop(live.engine_id, None)
 
     def dispatch(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:
-            expected = self._expected.get(delta.request_id)
-            if expected is None:
+            live = self._live.get(delta.request_id)
+            if live is None:
                 continue
-            expected.stream.push(expected.first_choice + delta.index, delta)
-            if delta.finish_reason is not None:
-                expected.open_sequences -= 1
-                if expected.open_sequences == 0:
-                    del self._expected[delta.request_id]
-
-    def fail(self, request_ids: Iterable[str], error: ShoalError) -> None:
-        for request_id in request_ids:
-            expected = self._expected.get(request_id)
-            if expected is not None:
-                expected.stream.fail(error)
+            ended = delta.finish_reason
+            if ended is FinishReason.ABORT and self.gave_back(live, delta.error or "the engine ended it"):
+                continue
+            live.take(delta)
+            if ended is not None and live.is_over:
+                del self._live[live.engine_id]
 
 
 class LoopSink:

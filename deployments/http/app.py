@@ -81,7 +81,7 @@ def _simple_route(method: str, path: str, handler: SimpleHandler) -> Route:
 
 def _models(service: GatewayService) -> list[Route]:
     def card() -> ModelCard:
-        info = service.link.info
+        info = service.links.info
         return ModelCard(
             id=info.model_name,
             object="model",
@@ -111,7 +111,8 @@ def _tokens(service: GatewayService) -> list[Route]:
         service.check_model(body.model)
         body.check()
         token_ids = await service.tokenize(body)
-        answer = TokenizeResponse(count=len(token_ids), max_model_len=service.link.info.max_model_len, tokens=token_ids)
+        max_model_len = service.links.info.max_model_len
+        answer = TokenizeResponse(count=len(token_ids), max_model_len=max_model_len, tokens=token_ids)
         if body.return_token_strs:
             vocabulary, _ = await service.vocabulary()
             answer["token_strs"] = [vocabulary.show(token_id) for token_id in token_ids]
@@ -133,7 +134,7 @@ def _operations(service: GatewayService) -> list[Route]:
     async def ready(_: Request) -> Response:
         """Requests can be served: the engine answers, makes progress, and nothing is shutting down. Looks at what the
         last heartbeat said, so that a probe never waits behind work."""
-        reason = "shutting down" if service.draining else service.link.trouble
+        reason = "shutting down" if service.draining else service.links.trouble
         if reason is not None:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ready"})

@@ -96,7 +96,7 @@ async def _vocabulary_for(service: GatewayService, body: CompletionRequest) -> t
 
 
 def _envelope(service: GatewayService, prefix: str, objects: tuple[str, str]) -> Envelope:
-    info = service.link.info
+    info = service.links.info
     return Envelope(new_id(prefix), info.model_name, info.fingerprint, objects)
 
 

@@ -73,11 +73,6 @@ def test_settings_come_from_a_deployment_file_or_by_themselves(repository: Path,
             f"{APP}.deployments[1].name",
             "Tokenizer",
         ),
-        (
-            lambda d: application(d)["deployments"][3].update(num_replicas=2),
-            f"{APP}.deployments[3].num_replicas",
-            "one shard group",
-        ),
         (lambda d: d.update(applications=[]), "applications", "at least one"),
     ],
 )

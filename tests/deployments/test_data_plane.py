@@ -18,7 +18,7 @@ from shoal.deployments.data_plane import DeltaReceiver, ZmqSink, decode, encode
 from shoal.deployments.gateway import build_shard_group
 from shoal.deployments.shard_group import ShardGroup
 from shoal.deployments.stages import UnknownGatewayError, error_from_wire, error_to_wire
-from shoal.deployments.streams import RequestStream, StreamHub
+from shoal.deployments.streams import LiveRequest, RequestStream, StreamHub
 from shoal.model_shards.engine.plan import TokenLogprobs
 from shoal.model_shards.engine.request import FinishReason, Request, RequestDelta
 from shoal.model_shards.sampling.params import SamplingParams
@@ -31,7 +31,7 @@ def delta(text: str, **fields: Any) -> RequestDelta:
 @pytest.fixture
 async def receiver() -> AsyncIterator[tuple[DeltaReceiver, RequestStream]]:
     hub, stream = StreamHub(), RequestStream()
-    hub.add("r", stream, 0, 1)
+    hub.open(LiveRequest(request(), stream, 0))
     receiver = DeltaReceiver(hub, WiringConfig())
     yield receiver, stream
     receiver.close()

@@ -61,7 +61,7 @@ async def test_a_hung_engine_is_noticed(start_server: Any, monkeypatch: pytest.M
             hanging.append(Future())
             return hanging[-1]
 
-        engine = server.gateway.service.link._engine.engine
+        engine = server.gateway.service.links.all[0]._engine.engine
         monkeypatch.setattr(engine._executor, "submit", submit)
         response = await server.chat(stream=True)
         assert server.error(response, 503)["code"] == "engine_dead"
@@ -75,8 +75,7 @@ async def test_a_hung_engine_is_noticed(start_server: Any, monkeypatch: pytest.M
 
 async def test_an_answer_that_is_lost_on_its_way_ends(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start_server(gateway={"heartbeat_s": 0.05, "drain_s": 0.1}) as server:
-        link = server.gateway.service.link
-        monkeypatch.setattr(link._hub, "dispatch", lambda deltas: None)
+        monkeypatch.setattr(server.gateway.service._hub, "dispatch", lambda deltas: None)
         error = server.error(await server.chat(), 503)
         assert "lost on its way" in error["message"]
         assert (await server.http.get("/health/ready")).status_code == 200
@@ -88,7 +87,7 @@ async def test_a_dead_engine_is_noticed(start_server: Any, monkeypatch: pytest.M
         async def dead(*_: Any) -> Any:
             raise RuntimeError("gone")
 
-        monkeypatch.setattr(server.gateway.service.link._engine, "heartbeat", dead)
+        monkeypatch.setattr(server.gateway.service.links.all[0]._engine, "heartbeat", dead)
 
         async def unready() -> bool:
             return (await server.http.get("/health/ready")).status_code == 503

@@ -13,11 +13,12 @@ from shoal.configs.errors import EngineDeadError
 from shoal.deployments.generation import GuardedChoice
 from shoal.deployments.http.formats import ChatFormat, Format, StreamUsage, TextFormat, TextOptions
 from shoal.deployments.protocol.responses import FRAMED, Envelope, make_usage
-from shoal.deployments.streams import LoopSink, RequestStream, StreamHub, merge
+from shoal.deployments.streams import LiveRequest, LoopSink, RequestStream, StreamHub, merge
 from shoal.guardrails.denylist import DenyList
 from shoal.guardrails.pipeline import RailPipeline
 from shoal.model_shards.engine.plan import TokenLogprobs
-from shoal.model_shards.engine.request import FinishReason, RequestDelta
+from shoal.model_shards.engine.request import FinishReason, Request, RequestDelta
+from shoal.model_shards.sampling.params import SamplingParams
 
 
 def delta(text: str, *, index: int = 0, done: bool = False, request: str = "r") -> RequestDelta:
@@ -25,6 +26,10 @@ def delta(text: str, *, index: int = 0, done: bool = False, request: str = "r") 
     return RequestDelta(
         request, index, text, [len(text)], [entry], FinishReason.STOP if done else None, num_output_tokens=1
     )
+
+
+def live(name: str, stream: RequestStream, first_choice: int = 0, n: int = 1) -> LiveRequest:
+    return LiveRequest(Request(name, [1], SamplingParams(n=n), seed=0), stream, first_choice)
 
 
 def test_two_deltas_merge_to_what_both_say() -> None:
@@ -84,19 +89,19 @@ async def test_an_error_comes_after_what_had_arrived() -> None:
 
 async def test_the_hub_drops_what_nobody_waits_for() -> None:
     hub, stream = StreamHub(), RequestStream()
-    hub.add("r", stream, first_choice=4, num_sequences=2)
+    hub.open(live("r", stream, first_choice=4, n=2))
     hub.dispatch([delta("x", request="unknown"), delta("y", index=1)])
     assert list(await stream.next(1.0)) == [5]
     hub.dispatch([delta("z", index=1, done=True)])
-    assert hub.request_ids == ["r"]
+    assert [request.engine_id for request in hub.live] == ["r"]
     hub.dispatch([delta("z", index=0, done=True), delta("late", index=0)])
-    assert hub.request_ids == []
+    assert hub.live == []
     assert {choice: items[0].text for choice, items in (await stream.next(1.0)).items()} == {5: "z", 4: "z"}
 
 
 async def test_steps_from_another_thread_arrive_in_order() -> None:
     hub, stream = StreamHub(), RequestStream()
-    hub.add("r", stream, 0, 1)
+    hub.open(live("r", stream))
     sink = LoopSink(hub, asyncio.get_running_loop())
 
     def engine() -> None:
