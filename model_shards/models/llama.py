@@ -37,11 +37,11 @@ class Attention:
         self.scale = config.softmax_scale
         self.window = config.window(layer)
         self.cos_sin = cos_sin
-        self.ops = load.ops
+        self.ops, self.attend = load.ops, load.attention
 
     def __call__(self, x: torch.Tensor, pages: KVPages, meta: AttentionMetadata) -> torch.Tensor:
         q = self.ops.rotary_store_kv(self.qkv(x), self.cos_sin, pages, meta, self.norms)
-        return self.output(self.ops.paged_attention(q, pages, meta, self.scale, self.window).flatten(1))
+        return self.output(self.attend(q, pages, meta, self.scale, self.window).flatten(1))
 
 
 class LlamaLayer:

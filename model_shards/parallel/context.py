@@ -164,22 +164,35 @@ class ParallelContext:
     def shift(self, x: torch.Tensor, axis: Axis = "context") -> torch.Tensor:
         """One turn of the ring: x goes to the next rank along an axis; what the previous one sent, of the same shape
         and dtype, comes back."""
+        return self.start_shift(x, axis)()
+
+    def start_shift(self, x: torch.Tensor, axis: Axis = "context") -> Callable[[], torch.Tensor]:
+        """A `shift` that is under way while the caller goes on, who may read x but not write it: calling the result
+        waits for what arrives."""
         size, index = self.size(axis), self.index(axis)
         if size == 1:
-            return x
+            return lambda: x
+        what = "shifting around the ring"
         sent, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
 
-        def turn(groups: Groups) -> None:
+        def begin(groups: Groups) -> list[dist.Work]:
             group = _group(groups, axis)
             to, source = (dist.get_global_rank(group, (index + step) % size) for step in (1, -1))
             sends = dist.P2POp(dist.isend, sent, to, group)
             receives = dist.P2POp(dist.irecv, out, source, group)
-            for work in dist.batch_isend_irecv([sends, receives]):
-                work.wait()
+            works: list[dist.Work] = dist.batch_isend_irecv([sends, receives])
+            return works
 
-        self._wait("shifting around the ring", turn)
+        under_way = self._wait(what, begin)
         self.traffic["shift"] += x.nbytes
-        return out
+
+        def finish() -> torch.Tensor:
+            with _collective(f"{self.position}: {what}"):
+                for work in under_way:
+                    work.wait()
+            return out
+
+        return finish
 
     def exchange(self, sends: list[Parcel], receives: list[Parcel], axis: Axis = "expert") -> None:
         """Contiguous tensors to some ranks along an axis and from some, into those of `receives`. Between any two ranks

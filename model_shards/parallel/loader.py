@@ -10,6 +10,7 @@ import torch
 from shoal.kernels.ops import GroupedWeight, GroupMatrix, LinearWeight, Ops
 from shoal.kernels.quantized import QuantizedMatrix
 from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.context_parallel import AttentionOperator, ContextParallelAttention
 from shoal.model_shards.quantization.schemes import Matrix, WeightScheme
 from shoal.model_shards.weights.checkpoint import CheckpointReader
 
@@ -24,6 +25,13 @@ class WeightLoader:
     context: ParallelContext
     scheme: WeightScheme
     device: torch.device
+
+    @property
+    def attention(self) -> AttentionOperator:
+        """Attention over the pages of all ranks that share a sequence."""
+        if self.context.position.cp_size == 1:
+            return self.ops.paged_attention
+        return ContextParallelAttention(self.ops, self.context)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -114,6 +114,12 @@ class MeshPosition:
     def samples(self) -> bool:
         return self.rank == self.sampling_rank
 
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether this rank takes part in what is made of the last stage's hidden states: those of all context-parallel
+        ranks come together on the first of them."""
+        return self.is_last_stage and self.cp_rank == 0
+
     def __str__(self) -> str:
         axes = [("tensor", self.tp_rank, self.tp_size), ("stage", self.pp_rank, self.pp_size)]
         axes += [("data", self.dp_rank, self.dp_size)] if self.dp_size > 1 else []

@@ -72,6 +72,8 @@ class DecodeGraphs(CapturedSteps):
             return _without("the sums over the ranks wait in the host")
         if self._context.position.ep_size > 1:
             return _without("how many rows travel to each rank's experts must be known in the host")
+        if self._context.position.cp_size > 1:
+            return _without("how rows see the keys of context-parallel ranks is not in a program's inputs")
         capturer = model.ops.capturer(captured_bytes(model.config, rows, rows, model.ops.activation_dtype))
         if capturer is None:
             return _without(f"nothing captures the {model.ops.name} operators on this device")

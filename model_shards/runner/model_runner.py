@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import torch
 
 from shoal.kernels.page_format import PageFormat
@@ -22,6 +23,7 @@ from shoal.model_shards.runner.outputs import OutputMaker
 from shoal.model_shards.runner.sequences import LiveSequence, SequenceTable
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.runner.step_capture import StepCapture
+from shoal.model_shards.runner.striped_batch import StripedBatch, striping
 from shoal.model_shards.runner.warm_up import warm_up_batches
 from shoal.model_shards.sampling.sampler import Sampler
 
@@ -50,6 +52,8 @@ class ModelRunner:
             self.model.ops.layout, settings.block_size, heads.num_kv_heads, self.config.head_dim, settings.kv_dtype
         )
         self.pages = [page.allocate(settings.num_blocks, self.device) for _ in self.model.stage.layers]
+        self._stripe = striping(position, page, heads.num_heads, self.model.ops.activation_dtype)
+        """A step -> this rank's part of it; None: this rank computes all rows."""
         ends = tuple({*self.config.eos_token_ids, *settings.eos_token_ids})
         sampler = Sampler(ends, self.model.ops)
         rows = max_logit_rows(self.config.vocab_size, self.device.type)
@@ -65,6 +69,8 @@ class ModelRunner:
             self.captured = graphs = DecodeGraphs(self.model, self.pages, self._inputs, context, sizes)
             graphs.prepare()
             self._warm_up()  # afterwards, since a capture gives back the memory that the largest step takes
+        self._experts = parallel_experts(layer.mlp for layer in self.model.layers)
+        """Those that all ranks of the stage have in common."""
         self.rebalancer = self._make_rebalancer()
 
     @torch.inference_mode()
@@ -79,13 +85,14 @@ class ModelRunner:
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         if not plan.chunks:
+            self._join()
             return output
         sequences = [self.table.extend(chunk) for chunk in plan.chunks]
         self._receive_tokens(plan.chunks, sequences)
-        batch = build_batch(plan.chunks, sequences, self.table, self.settings.block_size)
+        batch = build_batch(plan.chunks, sequences, self.table, self.settings.tokens_per_block)
         computed = self._forward(batch)
         sampling = batch.sampling
-        if self.context.position.is_last_stage:
+        if self.context.position.reads_outputs:
             self.outputs.score_prompts(batch, computed.hidden, output)
             self.outputs.sample(computed, sampling, output)
         if sampling and not self.samples:
@@ -94,19 +101,32 @@ class ModelRunner:
             self.rebalancer.after_step()
         return output
 
+    def _join(self) -> None:
+        """A step in which this part has no token: other parts' rows still come to its experts."""
+        if self.context.position.dp_size == 1:
+            return
+        self.context.begin_step(0, self.settings.sequence_parallel_min_tokens)
+        rows = torch.empty(0, self.config.hidden_size, dtype=self.model.ops.activation_dtype, device=self.device)
+        expert_ids = torch.empty(0, 1, dtype=torch.int64, device=self.device)
+        for experts in self._experts:
+            experts(rows, expert_ids, expert_ids.float())
+        if self.rebalancer is not None:
+            self.rebalancer.after_step()
+
     def _make_rebalancer(self) -> ExpertRebalancer | None:
-        experts = parallel_experts(layer.mlp for layer in self.model.layers)
-        if self.config.moe is None or not experts or not self.settings.expert_rebalance_interval:
+        if self.config.moe is None or not self._experts or not self.settings.expert_rebalance_interval:
             return None
         return ExpertRebalancer(
-            experts, self.context, self.settings.expert_rebalance_interval, self.config.moe.num_groups
+            self._experts, self.context, self.settings.expert_rebalance_interval, self.config.moe.num_groups
         )
 
     # --- the model ------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: ForwardBatch) -> Computed:
         position = self.context.position
-        self.context.begin_step(batch.num_tokens, self.settings.sequence_parallel_min_tokens)
+        striped = None if self._stripe is None else self._stripe(batch)
+        rows = batch if striped is None else striped
+        self.context.begin_step(rows.num_tokens, self.settings.sequence_parallel_min_tokens)
         received = None
         if not position.is_first_stage:
             shape = (self.context.rows.held, self.config.hidden_size)
@@ -114,12 +134,14 @@ class ModelRunner:
             self.context.receive_hidden(received)
         computed = self.captured.run(batch, received)
         if computed is None:
-            step = self._place(batch)
+            step = self._place(rows)
             inputs = step.token_ids if received is None else received
             hidden = self.model.forward(inputs, self.pages, step.meta)
             computed = Computed(hidden, sample_rows=step.sample_rows)
             if not position.is_last_stage:
                 self.context.send_hidden(hidden)
+            elif striped is not None:
+                computed = self._bring_for_head(striped, computed)
             elif self.context.rows.scattered:
                 computed = self._gather_for_head(batch, computed)
         elif not position.is_last_stage:
@@ -133,7 +155,19 @@ class ModelRunner:
             return Computed(self.context.whole_rows(computed.hidden), sample_rows=computed.sample_rows)
         return Computed(self.context.pick_rows(computed.hidden, computed.sample_rows))
 
-    def _place(self, batch: ForwardBatch) -> PlacedStep:
+    def _bring_for_head(self, striped: StripedBatch, computed: Computed) -> Computed:
+        """The same rows of all context-parallel ranks, on the first of them."""
+        batch = striped.batch
+        if any(sequence.sampling.prompt_logprobs is not None for sequence in batch.sequences):
+            every_row = np.arange(batch.num_tokens)
+            hidden = striped.bring_rows(self.context, computed.hidden, every_row)
+            return Computed(hidden, sample_rows=computed.sample_rows)
+        return Computed(striped.bring_rows(self.context, computed.hidden, batch.sample_rows))
+
+    def _place(self, batch: ForwardBatch | StripedBatch) -> PlacedStep:
+        if isinstance(batch, StripedBatch):
+            sample_rows = torch.from_numpy(batch.batch.sample_rows).to(self.device)
+            return PlacedStep(*batch.tensors(self.device), sample_rows)
         if self._inputs is not None:
             return self._inputs.place(batch)
         return PlacedStep(*batch.tensors(self.device), torch.from_numpy(batch.sample_rows))
@@ -149,7 +183,7 @@ class ModelRunner:
         """Runs what steps may run. On all ranks at once: they meet in it."""
         for batch in warm_up_batches(self.settings):
             computed = self._forward(batch)
-            if self.context.position.is_last_stage:
+            if self.context.position.reads_outputs:
                 self.outputs.warm_up(computed, len(batch.sample_rows))
 
     # --- tokens from elsewhere ------------------------------------------------------------------------------------

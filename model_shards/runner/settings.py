@@ -23,7 +23,7 @@ class RunnerSettings:
     """Of the stored weights. What hidden states are kept in is the operators' choice."""
     kv_dtype: torch.dtype
     block_size: int
-    """Tokens a block."""
+    """Tokens a page of a rank; a block has one on each context-parallel rank."""
     num_blocks: int
     """On every rank, the null block included."""
     max_num_batched_tokens: int
@@ -68,8 +68,13 @@ class RunnerSettings:
         return self.mesh.world_size
 
     @property
+    def tokens_per_block(self) -> int:
+        """In the pages of all context-parallel ranks together: what the scheduler calls a block."""
+        return self.block_size * self.context_parallel_size
+
+    @property
     def max_blocks_per_sequence(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        return -(-self.max_model_len // self.tokens_per_block)
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values for msgpack."""

@@ -47,7 +47,7 @@ def _batch(sequences: list[tuple[int, int]], settings: RunnerSettings) -> Forwar
         sequences=[],
         query_start=query_start,
         seq_lens=lengths,
-        block_tables=np.zeros((len(sequences), -(-int(lengths.max()) // settings.block_size)), dtype=np.int32),
+        block_tables=np.zeros((len(sequences), -(-int(lengths.max()) // settings.tokens_per_block)), dtype=np.int32),
         token_ids=np.zeros(tokens, dtype=np.int32),
         positions=np.concatenate([np.arange(length - count, length) for length, count in sequences]),
         slots=np.full(tokens, -1),

@@ -117,7 +117,7 @@ class Driver:
     """Makes the plans of sequences that all live from the first step to the last."""
 
     def __init__(self, settings: RunnerSettings, *, seed: int = 0) -> None:
-        self.block_size = settings.block_size
+        self.block_size = settings.tokens_per_block
         self.free_blocks = list(range(1, settings.num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
         self.num_blocks: dict[int, int] = {}

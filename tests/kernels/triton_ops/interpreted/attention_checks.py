@@ -28,8 +28,9 @@ def check(triton_ops, reference, paged_case):
         expected, expected_lse = reference.paged_attention_lse(
             case.reference_q, case.reference_pages, case.reference_meta, case.scale, case.window
         )
-        assert out.dtype == case.q.dtype
-        torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[out.dtype], rtol=TOLERANCE[out.dtype])
+        assert out.dtype == torch.float32
+        assert ops.paged_attention(case.q, case.pages, case.meta, case.scale, case.window).dtype == case.q.dtype
+        torch.testing.assert_close(out, expected, atol=TOLERANCE[case.q.dtype], rtol=TOLERANCE[case.q.dtype])
         torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
     return run
@@ -182,6 +183,38 @@ def test_a_query_without_keys_gives_zeros(paged_case, triton_ops, longest: int) 
     assert out[0].any()
     assert not out[1].any()
     assert (lse[1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("queries", "keys"), [(2, 0), (2, 1), (90, 1), (90, 40), (40, 39)])
+def test_queries_before_the_first_key_give_zeros(paged_case, triton_ops, reference, queries, keys, window) -> None:
+    """Query i of n stands at key m - n + i: the other queries attend as if they were alone."""
+    case = paged_case([(max(keys, 1), 1), (33, 1)], heads=(4, 2), head_dim=64)
+    q = torch.randn(queries + 1, 4, 64)
+    starts, lengths = ([0, n, n + 1] for n in (queries, min(queries, keys))), torch.tensor([keys, 33])
+    meta, plain = (
+        replace(
+            case.meta,
+            query_start=torch.tensor(start, dtype=torch.int32),
+            seq_lens=lengths.int(),
+            max_query_len=queries,
+            num_decodes=0,
+        )
+        for start in starts
+    )
+    out, lse = triton_ops(torch.float32).paged_attention_lse(q, case.pages, meta, case.scale, window)
+    keyless = max(0, queries - keys)
+    assert not out[:keyless].any()
+    assert (lse[:keyless] == -torch.inf).all()
+    expected, expected_lse = reference.paged_attention_lse(
+        q[keyless:],
+        case.reference_pages,
+        replace(plain, block_tables=case.reference_meta.block_tables),
+        case.scale,
+        window,
+    )
+    torch.testing.assert_close(out[keyless:], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[keyless:], expected_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_pools_beyond_two_billion_elements_are_addressed(triton_ops, reference) -> None:
