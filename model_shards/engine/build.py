@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from shoal.model_shards.engine.admission import AdmissionLimits
 from shoal.model_shards.engine.engine import Engine, EngineSettings
 from shoal.model_shards.engine.metrics import MetricsSink
 from shoal.model_shards.engine.pacing import StepPacer
+from shoal.model_shards.engine.parts import SchedulerParts
 from shoal.model_shards.engine.policy import make_policy
 from shoal.model_shards.engine.scheduler import Scheduler, SchedulerSettings
 from shoal.model_shards.executor.source import RankSource, ThisMachine
@@ -49,6 +52,7 @@ class _Parts:
     namespace: bytes
     eos_token_ids: frozenset[int]
     steps_in_flight: int = 2
+    micro_batches: int = 1
     memory_plan: MemoryPlan | None = None
 
 
@@ -70,27 +74,11 @@ def build_engine(config: EngineConfig, metrics: MetricsSink | None = None, ranks
 
 
 def _assemble(settings: ResolvedEngine, parts: _Parts, metrics: MetricsSink | None) -> Engine:
-    scheduler = Scheduler(
-        SchedulerSettings(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=parts.max_model_len,
-            eos_token_ids=parts.eos_token_ids,
-            prefill_chunk_size=settings.prefill_chunk_size,
-            max_partial_prefills=settings.max_partial_prefills,
-        ),
-        KVCacheManager(
-            parts.num_blocks,
-            settings.block_size,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            namespace=parts.namespace,
-        ),
-        make_policy(settings.scheduling_policy),
-        StepPacer(settings.target_itl_ms / 1e3) if settings.target_itl_ms else None,
-    )
+    seq_ids = itertools.count()
+    schedulers = [_make_scheduler(settings, parts, seq_ids) for _ in range(settings.data_parallel_size)]
     return Engine(
         parts.executor,
-        scheduler,
+        schedulers[0] if len(schedulers) == 1 else SchedulerParts(schedulers),
         parts.tokenizer,
         EngineSettings(
             model_name=settings.served_model_name or parts.name,
@@ -100,6 +88,31 @@ def _assemble(settings: ResolvedEngine, parts: _Parts, metrics: MetricsSink | No
         ),
         metrics=metrics,
         memory_plan=parts.memory_plan,
+    )
+
+
+def _make_scheduler(settings: ResolvedEngine, parts: _Parts, seq_ids: Iterator[int]) -> Scheduler:
+    """Of one data-parallel part. Between two tokens of a sequence each micro-batch runs once."""
+    target_s = settings.target_itl_ms / 1e3 / parts.micro_batches
+    return Scheduler(
+        SchedulerSettings(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=parts.max_model_len,
+            eos_token_ids=parts.eos_token_ids,
+            prefill_chunk_size=settings.prefill_chunk_size,
+            max_partial_prefills=settings.max_partial_prefills,
+            micro_batches=parts.micro_batches,
+        ),
+        KVCacheManager(
+            parts.num_blocks,
+            settings.block_size,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            namespace=parts.namespace,
+        ),
+        make_policy(settings.scheduling_policy),
+        StepPacer(target_s) if target_s else None,
+        seq_ids=seq_ids,
     )
 
 
@@ -150,6 +163,8 @@ def _real(settings: ResolvedEngine, ranks: RankSource) -> _Parts:
         namespace=_namespace(settings, source),
         memory_plan=plan,
         eos_token_ids=frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
+        micro_batches=settings.pipeline_parallel_size,
+        # One more than take turns: its plan is with the first stage when the tokens that it needs come out of the last.
         steps_in_flight=settings.pipeline_parallel_size + 1,
     )
 

@@ -32,11 +32,6 @@ logger = logging.getLogger(__name__)
 def check_mesh(config: ModelConfig, mesh: MeshShape) -> None:
     """Raises ConfigError, with the numbers, when the model cannot be shared out over so many ranks."""
     cut_stages(config, mesh.pp_size)
-    for setting, used in (
-        ("data_parallel_size", mesh.dp_size > 1),
-    ):
-        if used:
-            raise ConfigError(f"{setting} is not built yet.", param=setting)
     _check_context(config, mesh)
     HeadSplit.of_rank(config.num_heads, config.num_kv_heads, mesh.tp_size, 0)
     if config.moe is None or config.moe.dense_layers:
