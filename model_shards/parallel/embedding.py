@@ -35,7 +35,7 @@ class VocabShard:
 
 
 class ParallelHead:
-    """Hidden states -> logits. With tensor parallelism they come together on the stage's first rank only."""
+    """Hidden states -> logits, of this rank's shard of the vocabulary or of all of it."""
 
     def __init__(self, load: WeightLoader, name: str, vocab_size: int, hidden_size: int) -> None:
         position = load.context.position
@@ -48,6 +48,12 @@ class ParallelHead:
         """hidden [n, hidden] -> fp32 logits [n, vocab_size] on the stage's first rank, None on the others."""
         logits = self.context.gather(self.ops.linear(hidden, self.weight))
         return None if logits is None else logits[:, : self.vocab_size].float().contiguous()
+
+    def shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] -> [n, shard.padded] in the activation dtype; -inf for padding, which nobody may draw."""
+        logits = self.ops.linear(hidden, self.weight)
+        logits[:, self.shard.stop - self.shard.start :] = -torch.inf
+        return logits
 
 
 class ParallelEmbedding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -15,6 +15,7 @@ from shoal.model_shards.runner.sequences import PLACEHOLDER_TOKEN, LiveSequence,
 from shoal.model_shards.runner.warm_up import warm_up_states
 from shoal.model_shards.sampling.logprobs import prompt_logprobs
 from shoal.model_shards.sampling.sampler import Sampler
+from shoal.model_shards.sampling.sharded_sampler import ShardedSampler
 
 
 class OutputMaker:
@@ -27,6 +28,10 @@ class OutputMaker:
         """`rows_per_piece`: rows whose logits are held at once."""
         self.model, self.sampler, self.table, self.context = model, sampler, table, context
         self.rows_per_piece = rows_per_piece
+        self._sharded: ShardedSampler | None = None
+        """With tensor parallelism: whole rows of logits come together only where a draw needs them."""
+        if context.size("tensor") > 1:
+            self._sharded = ShardedSampler(sampler, context, model.config.vocab_size)
 
     def sample(self, computed: Computed, sequences: list[LiveSequence], output: StepOutput) -> None:
         """`sequences`: those that sample, in the plan's order, which is the order of the output's columns."""
@@ -34,16 +39,22 @@ class OutputMaker:
             return
         drawn: list[int] = []
         for piece, logits in self._sampled_logits(computed, len(sequences)):
-            if logits is not None:
-                drawn += self._draw(sequences[piece], logits, output)
+            drawn += self._draw(sequences[piece], logits, output)
         if self.context.position.samples:
             self.context.send_tokens(drawn)
 
     def _draw(self, sequences: list[LiveSequence], logits: torch.Tensor, output: StepOutput) -> list[int]:
-        """One token a sequence, appended to it and to the columns; a placeholder for one that failed."""
+        """One token a sequence, appended to it and to the columns; a placeholder for one that failed. Elsewhere than on
+        the sampling rank none."""
         states = [sequence.sampler_state for sequence in sequences if sequence.sampler_state is not None]
-        assert len(states) == len(sequences)
-        result = self.sampler.sample(logits, states)
+        samples, result = self.context.position.samples, None
+        if self._sharded is not None:
+            params = [sequence.sampling for sequence in sequences]
+            result = self._sharded.sample(logits, params, states if samples else None)
+        elif samples:
+            result = self.sampler.sample(logits, states)
+        if result is None:
+            return []
         drawn = []
         for row, sequence in enumerate(sequences):
             sequence.failure = sequence.failure or result.errors.get(row)
@@ -71,7 +82,9 @@ class OutputMaker:
             targets = self.table.tokens[sequence.row, chunk.start + 1 : stop].tolist()
             first = int(batch.query_start[i])
             scores: list[TokenLogprobs] = []
-            for piece, logits in self._logits(hidden[first : first + len(targets)]):
+            rows = hidden[first : first + len(targets)]
+            for piece in self._pieces(len(rows)):
+                logits = self.model.logits(rows[piece])
                 if logits is None or sequence.failure is not None:
                     continue  # the stage's other ranks are in the middle of the same pieces
                 try:
@@ -84,30 +97,32 @@ class OutputMaker:
     def warm_up(self, computed: Computed, count: int) -> None:
         """Every way of drawing a token, from what the model computed for `count` rows that sample."""
         for _, logits in self._sampled_logits(computed, count):
-            if logits is not None:
-                states = warm_up_states()
+            states = warm_up_states()
+            if self._sharded is None:
                 self.sampler.sample(logits[:1].repeat(len(states), 1), states)
+            else:
+                ways = [states[row % len(states)] for row in range(len(logits))]
+                params = [state.params for state in ways]
+                self._sharded.sample(logits, params, ways if self.context.position.samples else None)
 
     # --- logits ---------------------------------------------------------------------------------------------------
 
-    def _logits(
-        self, hidden: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor | None]]:
-        """(which of `rows`, or of all of `hidden`; their logits) in pieces of bounded size. The logits are None where
-        this rank does not sample."""
-        count = len(hidden if rows is None else rows)
-        for start in range(0, count, self.rows_per_piece):
-            piece = slice(start, min(start + self.rows_per_piece, count))
-            if rows is None:
-                yield piece, self.model.logits(hidden[piece])
-            else:
-                yield piece, self.model.logits(hidden, rows[piece])
+    def _pieces(self, count: int) -> list[slice]:
+        starts = range(0, count, self.rows_per_piece)
+        return [slice(start, min(start + self.rows_per_piece, count)) for start in starts]
 
-    def _sampled_logits(self, computed: Computed, count: int) -> Iterable[tuple[slice, torch.Tensor | None]]:
-        """Of the `count` rows that sample, in the plan's order."""
+    def _sampled_logits(self, computed: Computed, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Of the `count` rows that sample, in the plan's order and in pieces: (which of them, their logits). With
+        tensor parallelism this rank's shard of each."""
         if computed.logits is not None:  # of every row, and every row samples: batch and plan have one order
             assert count == len(computed.logits)
-            return [(slice(count), computed.logits)]
-        whole = count == len(computed.hidden)
-        assert whole or computed.sample_rows is not None, "only some rows sample"
-        return self._logits(computed.hidden, None if whole else computed.sample_rows)
+            yield slice(count), computed.logits
+            return
+        rows = None if count == len(computed.hidden) else computed.sample_rows
+        assert count == len(computed.hidden) or rows is not None, "only some rows sample"
+        compute = self.model.logits if self._sharded is None else self.model.shard_logits
+        for piece in self._pieces(count):
+            hidden = computed.hidden[piece] if rows is None else computed.hidden
+            logits = compute(hidden, None if rows is None else rows[piece])
+            assert logits is not None, "without tensor parallelism every rank has whole logits"
+            yield piece, logits

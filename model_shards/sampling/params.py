@@ -59,6 +59,16 @@ class SamplingParams:
         """Temperatures too small to divide fp32 logits by without overflow count as 0."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def penalized(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def may_edit(self) -> bool:
+        """Whether its logits are edited at some step; most sequences' never are."""
+        listed = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return bool(self.penalized or listed or self.min_tokens > 0)
+
     def check(self, vocab_size: int) -> None:
         """Raises InvalidRequestError naming the field. `vocab_size` is the width of the logits."""
         _require_range("temperature", self.temperature, 0.0, 2.0)

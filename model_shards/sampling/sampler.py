@@ -68,6 +68,12 @@ class Sampler:
             _add_logprobs(result, drawn.raw, drawn.asked, states)
         return result
 
+    def sum_error(self, vocab_size: int) -> float:
+        """By how much, relatively, a draw on the host may be wrong about the sum of a row's weights: fp32 sums of 32
+        terms in the native pass, of an eighth of the row in torch's softmax; both with room for the exponentials."""
+        terms = 32 if self._host is not None else vocab_size // 8
+        return 1e-5 + terms * 2.0**-24
+
     def _draw_on_host(self, logits: torch.Tensor, states: Sequence[SamplerState]) -> Drawn:
         rows = vocab_rows(logits := logits.contiguous())
         asked = [row for row, state in enumerate(states) if state.params.logprobs is not None]

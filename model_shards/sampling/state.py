@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 
@@ -90,11 +92,7 @@ class SamplerState:
         self.allowed_ids: IdArray | None = None
         if params.allowed_token_ids is not None:
             self.allowed_ids = np.unique(np.array(params.allowed_token_ids, dtype=np.int64))
-        self.may_edit = bool(
-            self.penalized or params.logit_bias or params.bad_words or params.min_tokens > 0
-            or params.allowed_token_ids is not None
-        )  # fmt: skip
-        """Whether its logits are edited at some step; most sequences never are."""
+        self.may_edit = params.may_edit
         self._draw_words: list[int] | None = None
         self._counts: TokenCounts | None = None
         self._ahead: list[list[float]] = []
@@ -106,8 +104,7 @@ class SamplerState:
 
     @property
     def penalized(self) -> bool:
-        params = self.params
-        return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        return self.params.penalized
 
     @property
     def counts(self) -> TokenCounts:
@@ -136,6 +133,14 @@ class SamplerState:
             self._draw_words = pack_draws([self.seed], [(self.sample_index, 0)], [params.top_k], shape)[0].tolist()
         self._draw_words[POSITION] = self.num_output_tokens
         return self._draw_words
+
+    def limited_to(self, count: int) -> SamplerState:
+        """The next draw from the first `count` tokens of the row's order, in place of those that the filters keep. For
+        this draw only: it shares the tokens of this state."""
+        state = copy(self)
+        state.params = replace(self.params, top_k=count, top_p=1.0, min_p=0.0)
+        state._draw_words = None
+        return state
 
     def append(self, token_id: int) -> None:
         """A token joined the output."""
