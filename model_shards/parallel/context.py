@@ -260,6 +260,17 @@ class ParallelContext:
         self._wait("receiving hidden states", lambda groups: dist.recv(out, src=source, group=groups.pipeline))
         return out
 
+    # --- the whole world ------------------------------------------------------------------------------------------
+
+    def tell_all(self, message: T) -> list[T]:
+        """What every rank says, in the order of the ranks. For a few plain values at start-up: they are pickled."""
+        said: list[Any] = [message] * self.position.world_size
+        if len(said) > 1:
+            self._wait(
+                "hearing from the other ranks", lambda groups: dist.all_gather_object(said, message, groups.control)
+            )
+        return said
+
     # --- sampled tokens -------------------------------------------------------------------------------------------
 
     @property

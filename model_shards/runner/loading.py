@@ -17,6 +17,7 @@ from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.decoder import Decoder, checkpoint_names
 from shoal.model_shards.models.registry import model_factory
 from shoal.model_shards.models.stage import cut_stages
+from shoal.model_shards.parallel.agreement import require_same_files
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.parallel.loader import WeightLoader
 from shoal.model_shards.parallel.mesh import MeshShape
@@ -24,7 +25,7 @@ from shoal.model_shards.parallel.split import HeadSplit, split_evenly
 from shoal.model_shards.quantization.schemes import make_scheme
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.weights.checkpoint import CheckpointReader
-from shoal.model_shards.weights.open import open_checkpoint
+from shoal.model_shards.weights.open import open_checkpoint, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def _load_stage(
     began = time.monotonic()
     position = context.position
     checkpoint = open_checkpoint(settings.model, threads)
+    require_same_files(context, checkpoint, weight_files(settings.model))
     config = checkpoint.config
     check_mesh(config, position.shape)
     stages = cut_stages(config, position.pp_size)
