@@ -95,6 +95,11 @@ class ResolvedEngine:
     max_waiting_tokens: int
     step_timeout_s: float
 
+    @property
+    def tokens_per_block(self) -> int:
+        """Of the scheduler's blocks: each has a page of `block_size` tokens on every context-parallel rank."""
+        return self.block_size * self.context_parallel_size
+
 
 def resolve_engine(config: EngineConfig, machine: Machine) -> ResolvedEngine:
     """Fills every gap. Raises ConfigError for settings that contradict each other or the machine."""

@@ -19,12 +19,19 @@ class MemoryRequest:
 
     specs: tuple[KVCacheSpec, ...]
     block_size: int
+    """Tokens of a block on one rank."""
     max_model_len: int
     max_num_seqs: int
     weights_bytes: int
     activation_bytes: int
     total_bytes: int | None = None
     kv_bytes: int | None = None
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence, and so of each block."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.block_size * self.context_parallel_size
 
     @property
     def fixed_bytes(self) -> int:
@@ -37,18 +44,26 @@ class MemoryPlan:
 
     num_blocks: int
     block_size: int
+    """Tokens a block, on all ranks that share them."""
     bytes_per_token: int
+    """On the rank that holds the token."""
     num_tokens: int
     """Slots for tokens over all sequences."""
     full_sequences: int
     """Sequences of max_model_len that fit at once, without sharing."""
     ledger: tuple[tuple[str, int, str], ...]
     """(what, bytes, how it is counted)"""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of a block."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_size // self.context_parallel_size * self.bytes_per_token
 
     @property
     def kv_bytes(self) -> int:
         """What the pages take, the null block included."""
-        return self.num_blocks * self.block_size * self.bytes_per_token
+        return self.num_blocks * self.bytes_per_block
 
     def render(self) -> str:
         """The ledger as lines of plain text."""
@@ -65,16 +80,17 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
     available = _available(request)
     num_blocks = available // per_block
     usable = max(0, num_blocks - 1)
-    blocks_per_sequence = -(-request.max_model_len // request.block_size)
+    blocks_per_sequence = -(-request.max_model_len // request.tokens_per_block)
     if usable < blocks_per_sequence:
         raise _too_long(request, available, usable, per_block)
     plan = MemoryPlan(
         num_blocks=num_blocks,
-        block_size=request.block_size,
+        block_size=request.tokens_per_block,
         bytes_per_token=bytes_per_token(request.specs),
-        num_tokens=usable * request.block_size,
+        num_tokens=usable * request.tokens_per_block,
         full_sequences=usable // blocks_per_sequence,
         ledger=(),
+        context_parallel_size=request.context_parallel_size,
     )
     return replace(plan, ledger=_ledger(plan, request))
 
@@ -107,14 +123,15 @@ def _fixed_sum(request: MemoryRequest) -> str:
 
 
 def _too_long(request: MemoryRequest, available: int, usable: int, per_block: int) -> ConfigError:
-    blocks = -(-request.max_model_len // request.block_size)
+    blocks = -(-request.max_model_len // request.tokens_per_block)
     needed = (blocks + 1) * per_block
-    longest = usable * request.block_size
+    longest = usable * request.tokens_per_block
     advice = f"Set max_model_len to {longest} or less, or give" if longest else "Give"
+    ranks = f" on each of {request.context_parallel_size} ranks" if request.context_parallel_size > 1 else ""
     return ConfigError(
         f"One sequence of max_model_len={request.max_model_len} tokens takes {blocks} blocks of {request.block_size} "
-        f"tokens x {bytes_per_token(request.specs)} bytes; with the null block that is {format_bytes(needed)}, and "
-        f"{format_bytes(available)} are left for the KV cache (room for {longest} tokens). "
+        f"tokens{ranks} x {bytes_per_token(request.specs)} bytes; with the null block that is {format_bytes(needed)}, "
+        f"and {format_bytes(available)} are left for the KV cache (room for {longest} tokens). "
         f"{advice} the KV cache {format_bytes(needed - available)} more.",
         param="max_model_len",
     )
@@ -125,7 +142,7 @@ def _ledger(plan: MemoryPlan, request: MemoryRequest) -> tuple[tuple[str, int, s
     rows: list[tuple[str, int, str]] = [
         ("weights", request.weights_bytes, ""),
         ("activations", request.activation_bytes, "largest step, upper estimate"),
-        ("KV cache", plan.kv_bytes, f"{tokens} + 1 null block, {plan.bytes_per_token:,} bytes a token"),
+        ("KV cache", plan.kv_bytes, f"{tokens} + 1 null block, {_token_bytes(plan)}"),
     ]
     if len(request.specs) > 1:
         rows += [_group_row(spec, plan) for spec in request.specs]
@@ -136,8 +153,15 @@ def _ledger(plan: MemoryPlan, request: MemoryRequest) -> tuple[tuple[str, int, s
     return tuple(rows)
 
 
+def _token_bytes(plan: MemoryPlan) -> str:
+    size, ranks = plan.bytes_per_token, plan.context_parallel_size
+    if ranks == 1:
+        return f"{size:,} bytes a token"
+    return f"{size:,} bytes a token on one of {ranks} ranks, on average {size / ranks:,.0f} on each"
+
+
 def _group_row(spec: KVCacheSpec, plan: MemoryPlan) -> tuple[str, int, str]:
-    size = plan.num_blocks * spec.bytes_per_block(plan.block_size)
+    size = plan.num_blocks * spec.bytes_per_block(plan.block_size // plan.context_parallel_size)
     if spec.window is None:
         return f"  {spec.num_layers} layers", size, "full attention"
     note = f"window of {spec.window:,}; all tokens are kept: one block table serves all layers"

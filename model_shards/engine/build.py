@@ -106,7 +106,7 @@ def _make_scheduler(settings: ResolvedEngine, parts: _Parts, seq_ids: Iterator[i
         ),
         KVCacheManager(
             parts.num_blocks,
-            settings.block_size,
+            settings.tokens_per_block,
             enable_prefix_caching=settings.enable_prefix_caching,
             namespace=parts.namespace,
         ),
@@ -188,13 +188,13 @@ def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig, scheme: Wei
             f"max_model_len={asked} is more than the model's context of {model.max_position} tokens.",
             param="max_model_len",
         )
-    block_size = settings.block_size
+    block_size = settings.tokens_per_block
     request = _memory_request(settings, model, scheme)
     largest = plan_memory(request)
     blocks = largest.num_blocks
     if settings.kv_cache_limit is not None:
         wanted = -(-(asked or 1) // block_size) + 1
-        blocks = min(blocks, max(wanted, settings.kv_cache_limit // (block_size * largest.bytes_per_token)))
+        blocks = min(blocks, max(wanted, settings.kv_cache_limit // largest.bytes_per_block))
     max_model_len = asked or min(model.max_position, (blocks - 1) * block_size)
     if asked is None and max_model_len < model.max_position:
         logger.warning(
@@ -202,7 +202,7 @@ def plan_engine_memory(settings: ResolvedEngine, model: ModelConfig, scheme: Wei
         )
     if settings.kv_cache_memory is None:
         blocks = min(blocks, settings.max_num_seqs * -(-max_model_len // block_size) + 1)
-    pool = blocks * block_size * largest.bytes_per_token
+    pool = blocks * largest.bytes_per_block
     return max_model_len, plan_memory(replace(request, max_model_len=max_model_len, kv_bytes=pool))
 
 
@@ -243,12 +243,13 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: Weight
             kv_dtype.itemsize,
         ),
         block_size=settings.block_size,
-        max_model_len=settings.max_model_len or settings.block_size,
+        max_model_len=settings.max_model_len or settings.tokens_per_block,
         max_num_seqs=settings.max_num_seqs,
         weights_bytes=footprint.weights_bytes(model, scheme, tp, pp),
         activation_bytes=footprint.activation_bytes(model, limits, tp),
         total_bytes=settings.memory_budget,
         kv_bytes=settings.kv_cache_memory,
+        context_parallel_size=mesh.cp_size,
     )
 
 
@@ -287,7 +288,7 @@ def _runner_settings(
 def _namespace(settings: ResolvedEngine, source: ModelSource) -> bytes:
     """Root of the prefix hashes: which weights and which KV format. A file's size and time stand for its contents."""
     parts = [source.name, settings.dtype, settings.weights, settings.kv_dtype, str(settings.block_size)]
-    parts.append(settings.device)
+    parts += [str(settings.context_parallel_size), settings.device]
     files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
     for file in files:
         status = file.stat()

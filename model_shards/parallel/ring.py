@@ -68,18 +68,21 @@ class RingQueries:
     ) -> Partial:
         """Like `RingPages.attend`."""
         size, index = len(self.rows), context.index("context")
-        travelling = q.new_zeros((max(self.rows), *q.shape[1:]))
-        travelling[: len(q)] = q
-        parts: list[torch.Tensor] = [torch.empty(0)] * size
+        count, num_heads, head_dim = q.shape
+        travelling = q.new_zeros((max(self.rows), num_heads, head_dim))
+        travelling[:count] = q
+        parts = q.new_empty((sum(self.rows), num_heads, head_dim + 1), dtype=torch.float32)
+        of_home = parts.split(self.rows)
         for turn, meta in enumerate(self.turns):
             arriving = context.start_shift(travelling) if turn + 1 < size else None
             home = (index - turn) % size
             part = ops.paged_attention_lse(travelling[: self.rows[home]], pages, meta, scale, window)
-            parts[home] = pack(part)
+            for target, values in zip(unpack(of_home[home]), part, strict=True):
+                target.copy_(values)
             if arriving is not None:
                 travelling = arriving()
-        gathered = context.all_to_all(torch.cat(parts), self.rows, [len(q)] * size, axis="context")
-        stripes = gathered.view(size, len(q), *gathered.shape[1:])
+        brought = context.all_to_all(parts, self.rows, [count] * size, axis="context")
+        stripes = brought.view(size, count, num_heads, head_dim + 1)
         merged = unpack(stripes[index])
         for turn in range(1, size):
             merged = merge(ops, merged, unpack(stripes[(index - turn) % size]))

@@ -90,7 +90,17 @@ def activation_bytes(config: ModelConfig, limits: StepLimits, mesh: MeshShape = 
         tokens = min(MAX_CAPTURED_TOKENS, limits.max_num_batched_tokens)
         rows = min(tokens, limits.max_num_seqs)
         captured = captured_bytes(config, tokens, rows, limits.activation_dtype) + program_bytes(config, tokens, rows)
-    return limits.max_num_batched_tokens * per_token + logits + rotary + captured
+    return limits.max_num_batched_tokens * per_token + logits + rotary + captured + exchange_bytes(config, limits, mesh)
+
+
+def exchange_bytes(config: ModelConfig, limits: StepLimits, mesh: MeshShape) -> int:
+    """What context-parallel ranks send each other at once: partial results of rows that are computed elsewhere as they
+    leave and as they come, or of decodes, from all ranks. Pages travel only where they are less than that."""
+    if mesh.cp_size == 1:
+        return 0
+    heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, mesh.tp_size, 0).num_heads
+    part = heads * (config.head_dim + 1) * torch.float32.itemsize
+    return part * max(2 * limits.max_num_batched_tokens, (mesh.cp_size + 2) * limits.max_num_seqs)
 
 
 def has_programs(config: ModelConfig, mesh: MeshShape) -> bool:

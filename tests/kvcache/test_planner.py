@@ -93,3 +93,21 @@ def test_a_pool_that_breaks_the_budget_is_refused_with_the_largest_that_does_not
         plan_memory(request)
     assert caught.value.param == "kv_cache_memory"
     assert plan_memory(replace(request, kv_bytes=427 * MIB)).num_blocks > 0
+
+
+def test_ranks_that_share_sequences_hold_a_part_of_each_block() -> None:
+    """The same pool on each of four ranks holds four times the tokens; a block is a page on each of them."""
+    one, four = plan_memory(SMOLLM2), plan_memory(replace(SMOLLM2, context_parallel_size=4))
+    assert (four.num_blocks, four.kv_bytes, four.bytes_per_token) == (one.num_blocks, one.kv_bytes, one.bytes_per_token)
+    assert four.block_size == 4 * one.block_size
+    assert four.num_tokens == 4 * one.num_tokens
+    assert four.full_sequences == 727 // 32 == 22
+    assert "46,080 bytes a token on one of 4 ranks, on average 11,520 on each" in four.render()
+    assert "46,080 bytes a token" in one.render()
+
+
+def test_a_context_is_refused_when_all_ranks_together_cannot_hold_it() -> None:
+    request = replace(SMOLLM2, context_parallel_size=2, kv_bytes=65 * BYTES_PER_BLOCK)
+    assert plan_memory(request).full_sequences == 1
+    with pytest.raises(ConfigError, match=r"takes 65 blocks of 16 tokens on each of 2 ranks x 46080 bytes"):
+        plan_memory(replace(request, max_model_len=2049))
