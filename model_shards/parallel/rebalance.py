@@ -39,6 +39,8 @@ class ExpertRebalancer:
     ) -> None:
         """`interval` in steps. On all ranks of the stage at once."""
         self._layers, self._context, self._interval, self._num_groups = layers, context, interval, num_groups
+        for layer in layers:
+            layer.load.zero_()  # what a warm-up chose says nothing
         self._num_nodes = _count_nodes(context, layers[0].load.device)
         self._steps = 0
         self._loads: Loads = np.zeros((len(layers), layers[0].placement.num_experts))
