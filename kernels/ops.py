@@ -52,6 +52,15 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(slots=True)
+class LatentNorm:
+    """RMSNorm of the latent before it is stored."""
+
+    weight: torch.Tensor
+    """fp32 [latent_dim]."""
+    eps: float
+
+
 class LinearWeight(ABC):
     """A weight in the form that its table's `linear` reads fastest. `out_features`, `in_features` are of this rank."""
 
@@ -111,6 +120,17 @@ class SeparateGroups(GroupedWeight):
 
     def slot_tensors(self, slot: int) -> list[torch.Tensor]:
         return self.weights[slot].tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """A matrix a head, [out_features, in_features], in the form that its table's `head_linear` reads fastest."""
+
+    num_heads: int
+    """On this rank."""
+    out_features: int
+    in_features: int
+    packed: torch.Tensor
 
 
 class Ops(ABC):
@@ -248,6 +268,42 @@ class Ops(ABC):
         divisor = total.masked_fill(total == 0, 1).unsqueeze(-1)
         out.mul_(mine.unsqueeze(-1) / divisor).add_(other * (theirs.unsqueeze(-1) / divisor))
         lse.copy_(top + total.log())
+
+    # --- latent attention (DeepSeek-AI 2024, arXiv:2405.04434) ----------------------------------------------------
+
+    @abstractmethod
+    def prepare_heads(self, weight: torch.Tensor) -> HeadWeights:
+        """`weight` [num_heads, out_features, in_features] in its storage dtype; takes it over (may repack)."""
+
+    @abstractmethod
+    def head_linear(self, x: torch.Tensor, weight: HeadWeights) -> torch.Tensor:
+        """Every head by a matrix of its own: x [num_tokens, num_heads, in_features] -> [num_tokens, num_heads,
+        out_features] in the activation dtype, fp32 accumulation. x may have any stride in the token axis; its last two
+        axes are contiguous."""
+
+    @abstractmethod
+    def rotary_store_latent(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        norm: LatentNorm,
+        cos_sin: torch.Tensor,
+        pages: KVPages,
+        meta: AttentionMetadata,
+    ) -> None:
+        """What lies between the projections and latent attention. q [num_tokens, num_heads, rope_dim], the rotary part
+        of the queries, is rotated in place as by `rotary`; of kv [num_tokens, latent_dim + rope_dim] the latent is
+        normed and the rest, the key that all heads share, is rotated, and both are stored. q and kv may have any stride
+        in the token axis; what kv holds afterwards is the backend's business."""
+
+    @abstractmethod
+    def paged_mla_attention(
+        self, q: torch.Tensor, q_rope: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        """Causal attention over latent pages with the keys' and values' projections absorbed: all heads read the same
+        key of latent_dim + rope_dim channels, of which the first latent_dim are the value. q [num_tokens, num_heads,
+        latent_dim] and q_rope [num_tokens, num_heads, rope_dim], together the queries -> [num_tokens, num_heads,
+        latent_dim]. Both may have any stride in the token axis."""
 
     @abstractmethod
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

@@ -221,20 +221,21 @@ void shoal_grouped_linear(const float* x, i64 x_stride, const void* const* packe
     else grouped<float>(in, packed, starts, groups, output, depth, threads);
 }
 
-// x [rows, heads, depth] (rows x_stride floats apart) -> out [rows, heads, outputs], contiguous: head h meets the weight
-// packed[h], whose elements are of 2 or 4 bytes. A product of a head is one thread's.
-void shoal_head_linear(const float* x, i64 x_stride, const void* const* packed, int bytes, float* out, i64 rows,
-                       i64 heads, i64 outputs, i64 depth, int threads) {
+// x [rows, heads, depth] (rows x_stride floats apart) -> out [rows, heads, outputs], contiguous: every head meets a
+// weight of its own, packed one behind the other. A product of a head is one thread's.
+void shoal_head_linear(const float* x, i64 x_stride, const void* packed, int bytes, float* out, i64 rows, i64 heads,
+                       i64 outputs, i64 depth, int threads) {
     i64 panels = ceil_div(outputs, NR);
     if (rows == 0) return;
     threads = worthwhile(threads, heads * panels * NR * depth * bytes * ceil_div(rows, MR), WAKE_BYTES);
     parallel_for(heads, threads, [&](i64 h) {
         Output output{out + h * outputs, heads * outputs, outputs};
         Rows in{x + h * depth, x_stride};
+        const i64 at = h * panels * NR * depth;
         if (bytes == 2)
-            Linear<std::uint16_t>{in, (const std::uint16_t*)packed[h], nullptr, output, rows, depth, panels}.run(1);
+            Linear<std::uint16_t>{in, (const std::uint16_t*)packed + at, nullptr, output, rows, depth, panels}.run(1);
         else
-            Linear<float>{in, (const float*)packed[h], nullptr, output, rows, depth, panels}.run(1);
+            Linear<float>{in, (const float*)packed + at, nullptr, output, rows, depth, panels}.run(1);
     });
 }
 }

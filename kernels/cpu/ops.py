@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shoal.kernels.capture import Capturer
-from shoal.kernels.cpu import checks
+from shoal.kernels.cpu import checks, mla
 from shoal.kernels.cpu.grouped import PackedGroups, PackedQuantizedGroups
 from shoal.kernels.cpu.native import Native
 from shoal.kernels.cpu.program import CpuCapturer
@@ -25,6 +25,8 @@ from shoal.kernels.ops import (
     AttentionMetadata,
     GroupedWeight,
     GroupMatrix,
+    HeadWeights,
+    LatentNorm,
     LinearWeight,
     Ops,
     SeparateGroups,
@@ -253,6 +255,34 @@ class CpuOps(Ops):
             None if lse is None else lse.data_ptr(), tokens, torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def prepare_heads(self, weight: torch.Tensor) -> HeadWeights:
+        return mla.pack_heads(self._native, self._arena, weight, self._packing_threads)
+
+    def head_linear(self, x: torch.Tensor, weight: HeadWeights) -> torch.Tensor:
+        return mla.head_linear(self._native, _as_heads(x), weight)
+
+    def rotary_store_latent(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        norm: LatentNorm,
+        cos_sin: torch.Tensor,
+        pages: KVPages,
+        meta: AttentionMetadata,
+    ) -> None:
+        assert _follows_heads(q), q.stride()  # in place: a view that cannot be followed is the caller's bug
+        if self._checked:
+            checks.check_positions(meta.positions, cos_sin)
+            checks.check_slots(meta.slot_mapping, pages)
+        mla.rotary_store_latent(self._native, (q, _as_rows(kv)), norm, cos_sin, pages, meta)
+
+    def paged_mla_attention(
+        self, q: torch.Tensor, q_rope: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        if self._checked:
+            checks.check_attention(meta, pages, len(q))
+        return mla.attention(self._native, (_as_heads(q), _as_heads(q_rope)), pages, meta, scale)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return self._gated(x, gelu=False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.ops import AttentionMetadata, LinearWeight, Ops
+from shoal.kernels.ops import AttentionMetadata, HeadWeights, LatentNorm, LinearWeight, Ops
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.reference.attention import paged_attention
+from shoal.kernels.reference.mla import paged_mla_attention
 
 
 class ReferenceLinearWeight(LinearWeight):
@@ -81,6 +82,33 @@ class ReferenceOps(Ops):
         self, q: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return paged_attention(q, pages, meta, scale, window)
+
+    def prepare_heads(self, weight: torch.Tensor) -> HeadWeights:
+        heads, outputs, inputs = weight.shape
+        return HeadWeights(heads, outputs, inputs, weight.float())
+
+    def head_linear(self, x: torch.Tensor, weight: HeadWeights) -> torch.Tensor:
+        return torch.einsum("nhi,hoi->nho", x.float(), weight.packed).to(self.activation_dtype)
+
+    def rotary_store_latent(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        norm: LatentNorm,
+        cos_sin: torch.Tensor,
+        pages: KVPages,
+        meta: AttentionMetadata,
+    ) -> None:
+        latent, key = kv[:, : len(norm.weight)], kv[:, len(norm.weight) :]
+        self.rotary(q, key.unsqueeze(1), meta.positions, cos_sin)
+        row = torch.cat((_rms_norm(latent, norm.weight, norm.eps), key), dim=1)
+        kept = meta.slot_mapping >= 0
+        pages.k.view(-1, row.shape[1])[meta.slot_mapping[kept]] = row[kept].to(pages.k.dtype)
+
+    def paged_mla_attention(
+        self, q: torch.Tensor, q_rope: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        return paged_mla_attention(q, q_rope, pages, meta, scale)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.float().chunk(2, dim=-1)

@@ -6,16 +6,30 @@ up its tuning. Imported only when this table is chosen: everything else of `kern
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
 from shoal.kernels.capture import Capturer
-from shoal.kernels.ops import AttentionMetadata, HeadNorms, LinearWeight, Ops
+from shoal.kernels.ops import (
+    AttentionMetadata,
+    GroupedWeight,
+    GroupMatrix,
+    HeadNorms,
+    HeadWeights,
+    LatentNorm,
+    LinearWeight,
+    Ops,
+    SeparateGroups,
+)
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.triton_ops.activation import gated_launch
 from shoal.kernels.triton_ops.attention import attention_launches
 from shoal.kernels.triton_ops.graphs import CudaCapturer
+from shoal.kernels.triton_ops.grouped import StackedGroups, grouped_linear_launch
 from shoal.kernels.triton_ops.launch import INTERPRETED, GpuTarget
+from shoal.kernels.triton_ops.mla import mla_attention_launches, rotary_store_latent_launch
 from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch, rms_norm_rows_launch
 from shoal.kernels.triton_ops.rotary import rotary_launch, rotary_store_kv_launch
 from shoal.kernels.triton_ops.sampling import sample_launches
@@ -23,13 +37,16 @@ from shoal.kernels.triton_ops.store import store_kv_launch
 
 TRITON_OPERATORS = (
     "gelu_tanh_and_mul",
+    "grouped_linear",
     "head_rms_norm",
     "paged_attention",
     "paged_attention_lse",
+    "paged_mla_attention",
     "rms_norm",
     "rms_norm_rows",
     "rotary",
     "rotary_store_kv",
+    "rotary_store_latent",
     "sample",
     "silu_and_mul",
     "store_kv",
@@ -77,6 +94,17 @@ class TritonOps(Ops):
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, DenseWeight), type(weight)
         return F.linear(x, weight.weight, weight.bias)
+
+    def prepare_grouped(self, matrices: Iterable[GroupMatrix]) -> GroupedWeight:
+        separate = super().prepare_grouped(matrices)
+        assert isinstance(separate, SeparateGroups)
+        return StackedGroups(torch.stack([weight.tensors()[0] for weight in separate.weights]))
+
+    def grouped_linear(self, x: torch.Tensor, weight: GroupedWeight, group_starts: torch.Tensor) -> torch.Tensor:
+        assert isinstance(weight, StackedGroups), type(weight)
+        out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
+        grouped_linear_launch(x, weight, group_starts, out).run()
+        return out
 
     def prepare_router(self, weight: torch.Tensor) -> LinearWeight:
         return DenseWeight(weight.to(self._device, torch.float32).contiguous(), None)
@@ -137,6 +165,35 @@ class TritonOps(Ops):
             launch.run()
         return out, lse
 
+    def prepare_heads(self, weight: torch.Tensor) -> HeadWeights:
+        heads, outputs, inputs = weight.shape
+        return HeadWeights(heads, outputs, inputs, weight.to(self._device, self.activation_dtype).contiguous())
+
+    def head_linear(self, x: torch.Tensor, weight: HeadWeights) -> torch.Tensor:
+        out = torch.empty((len(x), weight.num_heads, weight.out_features), dtype=x.dtype, device=x.device)
+        # Heads are the batch; the vendor's product writes with the distances that it is given.
+        torch.bmm(x.transpose(0, 1), weight.packed.transpose(1, 2), out=out.transpose(0, 1))
+        return out
+
+    def rotary_store_latent(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        norm: LatentNorm,
+        cos_sin: torch.Tensor,
+        pages: KVPages,
+        meta: AttentionMetadata,
+    ) -> None:
+        rotary_store_latent_launch(q, kv, norm, cos_sin, pages, meta).run()
+
+    def paged_mla_attention(
+        self, q: torch.Tensor, q_rope: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for launch in mla_attention_launches(q, q_rope, pages, meta, scale, out):
+            launch.run()
+        return out
+
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
         gated_launch(x, "silu", out).run()
@@ -160,7 +217,11 @@ class TritonOps(Ops):
     def explain(self) -> dict[str, str]:
         where = "Triton's interpreter" if INTERPRETED else f"Triton, compiled for sm_{self._target.capability}"
         vendor = "cuBLAS through torch: a plain product has nothing to fuse"
-        return dict.fromkeys(TRITON_OPERATORS, where) | {"prepare_linear": vendor, "linear": vendor}
+        return (
+            dict.fromkeys(TRITON_OPERATORS, where)
+            | {"prepare_linear": vendor, "linear": vendor}
+            | dict.fromkeys(("prepare_heads", "head_linear"), vendor)
+        )
 
     @property
     def batch_invariant(self) -> bool:
