@@ -24,6 +24,7 @@ from shoal.kernels.page_format import PageFormat
 from shoal.kernels.triton_ops.activation import gated_launch
 from shoal.kernels.triton_ops.aot import Resources, compile_launch
 from shoal.kernels.triton_ops.attention import attention_launches
+from shoal.kernels.triton_ops.grouped import StackedGroups, grouped_linear_launch
 from shoal.kernels.triton_ops.launch import INTERPRETED, SM80, SM90, SM100, GpuTarget, Launch
 from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch, rms_norm_rows_launch
 from shoal.kernels.triton_ops.rotary import rotary_launch, rotary_store_kv_launch
@@ -147,6 +148,19 @@ def sampling_case(index: int, *, rows: int = 64, vocab: int = 128256) -> Callabl
     return build
 
 
+def grouped_case(
+    rows: int, experts: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16
+) -> Callable[[GpuTarget], Launch]:
+    """Rows that visit experts, whose matrices are of a `shape` (outputs, inputs)."""
+
+    def build(_: GpuTarget) -> Launch:
+        weight = StackedGroups(_empty(experts, *shape, dtype=dtype))
+        x, out = _empty(rows, shape[1], dtype=dtype), _empty(rows, shape[0], dtype=dtype)
+        return grouped_linear_launch(x, weight, _empty(experts + 1, dtype=torch.int32), out)
+
+    return build
+
+
 def _silu(_: GpuTarget) -> Launch:
     return gated_launch(_empty(64, 2 * 14336), "silu", _empty(64, 14336))
 
@@ -206,6 +220,29 @@ CASES = (
     Case("rotary, 32/8 heads of 128", _rotary, 64, (0, 0, 0)),
     Case("rotary and store_kv, 32/8 heads of 128", rotary_store_kv_case(), 64, (0, 0, 0)),
     Case("head norms, rotary and store_kv, 32/8 heads of 128", rotary_store_kv_case(normed=True), 64, (0, 0, 0)),
+    # Three programs of 128 threads on an SM of sm_90, two of sm_80.
+    Case(
+        "grouped product, 64 rows of 128 experts of 1536 x 2048",
+        grouped_case(64, 128, (1536, 2048)),
+        DECODE_REGISTERS,
+        (55, 55, 55),
+        MMA_SYNC,
+    ),
+    # Two programs of 256 threads on an SM of sm_90 and sm_100, which leaves 128 registers a thread; one of sm_80.
+    Case(
+        "grouped product, 8192 rows of 128 experts of 1536 x 2048",
+        grouped_case(8192, 128, (1536, 2048)),
+        192,
+        (65, 97, 97),
+        MMA,
+    ),
+    Case(
+        "grouped product, 4096 rows of 8 experts of 28672 x 4096, fp32",
+        grouped_case(4096, 8, (28672, 4096), torch.float32),
+        192,
+        (33, 49, 49),
+        MMA,
+    ),
     Case("silu_and_mul of 14336", _silu, 64, (0, 0, 0)),
     Case("gelu_tanh_and_mul of 14336", _gelu, 64, (0, 0, 0)),
     Case("sampling, row maxima of 128256", sampling_case(0), 64, (1, 1, 1)),
@@ -230,7 +267,7 @@ def measure(case: Case, position: int) -> Row:
     if taken.matrix_instruction != case.matrix_instruction[position]:
         violations.append(f"uses {taken.matrix_instruction}, not {case.matrix_instruction[position]}")
     if case.matrix_instruction != NONE and not taken.async_copies:
-        violations.append("keys and values are not copied asynchronously")
+        violations.append("operands are not copied asynchronously")
     return Row(case.name, f"sm_{target.capability}", taken, tuple(violations))
 
 

@@ -42,6 +42,12 @@ def test_any_number_of_tokens_is_rotated_and_stored_by_the_same_kernel(normed: b
     assert len(variants) == 1
 
 
+@pytest.mark.parametrize("numbers", [(1, 2, 5, 16, 2048), (2049, 2064, 8192)], ids=["few", "many"])
+def test_any_number_of_rows_visits_experts_by_one_of_two_kernels(numbers: tuple[int, ...]) -> None:
+    variants = {specialised_source(budgets.grouped_case(rows, 128, (1536, 2048))(SM90)).hash() for rows in numbers}
+    assert len(variants) == 1
+
+
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 def test_one_block_is_no_special_case(decode: bool) -> None:
     variants = {

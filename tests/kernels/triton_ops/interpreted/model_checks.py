@@ -24,9 +24,10 @@ def helper(relative: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
 def test_greedy_text_is_the_reference_s(family: str, tmp_path: Path) -> None:
-    """Chunked prefill beside decodes; Gemma 3 brings sliding windows, GELU and norms of heads."""
+    """Chunked prefill beside decodes; Gemma 3 brings sliding windows, GELU and norms of heads,
+    Qwen3-MoE experts."""
     path = helper("model_shards/weights/tiny_models.py").make_tiny_checkpoint(family, tmp_path)
     driver = helper("model_shards/runner/driver.py")
     texts = []
