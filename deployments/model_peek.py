@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,11 @@ from shoal.configs.errors import ModelLoadError
 if TYPE_CHECKING:
     from shoal.model_shards.models.config import ModelConfig
     from shoal.model_shards.weights.sources import ModelSource
+
+
+logger = logging.getLogger("shoal.model_peek")
+
+_HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ def peek_model(model: str, *, fetch: bool) -> PeekedModel | None:
 
 def _hub_snapshot(model_id: str, *, fetch: bool) -> Path | None:
     """The directory that holds the model's config.json."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HFValidationError,
@@ -54,11 +60,19 @@ def _hub_snapshot(model_id: str, *, fetch: bool) -> Path | None:
     )
 
     try:
-        return Path(hf_hub_download(model_id, "config.json", local_files_only=not fetch)).parent
+        return Path(hf_hub_download(model_id, "config.json", local_files_only=True)).parent
+    except LocalEntryNotFoundError:
+        if not fetch:
+            return None
+    try:
+        # Asked once: the download itself would try for half a minute to reach a hub that cannot be reached.
+        get_hf_file_metadata(hf_hub_url(model_id, "config.json"), timeout=_HUB_TIMEOUT_S)
+        return Path(hf_hub_download(model_id, "config.json")).parent
     except LocalEntryNotFoundError:
         return None
     except (RepositoryNotFoundError, EntryNotFoundError, HFValidationError) as error:
         message = f"{model_id!r} is no directory here, and no safetensors model of the Hugging Face hub: {error}"
         raise ModelLoadError(message.splitlines()[0], param="model") from None
-    except OSError:  # the hub cannot be reached, or does not answer as it should
+    except Exception as error:  # of whatever HTTP client the hub's library uses: it is not reached, or refuses
+        logger.info("the Hugging Face hub did not give %s's config.json: %s", model_id, error)
         return None

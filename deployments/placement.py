@@ -11,6 +11,7 @@ The first bundle also holds the replica that owns the ranks, so rank 0 is beside
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +33,7 @@ class Node:
 
     name: str
     cpus: float
+    """Infinite: not known."""
     gpus: float
 
 
@@ -47,7 +49,9 @@ class Bundle:
         return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
 
     def __str__(self) -> str:
-        return f"{self.gpus:g} GPUs and {self.cpus:g} CPUs" if self.gpus else f"{self.cpus:g} CPUs"
+        counts = [(self.gpus, "GPU"), (self.cpus, "CPU")]
+        shown = [f"{count:g} {unit}{'s' if count != 1 else ''}" for count, unit in counts if 0 < count < math.inf]
+        return " and ".join(shown) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ def _room(placement: Placement, node: Node, *, is_home: bool) -> int:
     if placement.strategy == "STRICT_SPREAD":
         return 0 if is_home else int(placement.bundles[1].fits(node))
     taken, bundle = placement.bundles[0] if is_home else Bundle(0, 0), placement.bundles[1]
-    by_cpus = int((node.cpus - taken.cpus) // bundle.cpus)
+    most = len(placement.bundles)
+    by_cpus = int(min(most, (node.cpus - taken.cpus) / bundle.cpus))
     return min(by_cpus, int((node.gpus - taken.gpus) // bundle.gpus)) if bundle.gpus else by_cpus
 
 

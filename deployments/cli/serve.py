@@ -190,7 +190,7 @@ def _start(cluster: LocalCluster, config: AppConfig, served: ServedModel, progre
     progress.say(f"loading {config.engine.model} in its replica")
     from shoal.deployments.app import APP_NAME, build_graph
 
-    return cluster.run(build_graph(config, cluster.listen), APP_NAME)
+    return cluster.run(build_graph(config, cluster.listen, ranks_as_processes=True), APP_NAME)
 
 
 def _warm_up(config: AppConfig, served: ServedModel) -> None:

@@ -62,7 +62,7 @@ class StepLimits:
 def weights_bytes(config: ModelConfig, scheme: WeightScheme, mesh: MeshShape = _ONE_RANK) -> int:
     """Weights as the scheme keeps them (a backend that widens them says so in its `LinearWeight.nbytes`), and norms and
     routers in fp32."""
-    return max(_stage_weights(config, stage, scheme, mesh) for stage in cut_stages(config, mesh.pp_size))
+    return max(stage_weights_bytes(config, stage, scheme, mesh) for stage in cut_stages(config, mesh.pp_size))
 
 
 def kv_bytes_per_block(
@@ -177,7 +177,8 @@ def expert_slots(moe: MoEConfig, mesh: MeshShape) -> int:
     return -(-(moe.num_experts + mesh.num_redundant_experts) // mesh.ep_size)
 
 
-def _stage_weights(config: ModelConfig, stage: Stage, scheme: WeightScheme, mesh: MeshShape) -> int:
+def stage_weights_bytes(config: ModelConfig, stage: Stage, scheme: WeightScheme, mesh: MeshShape) -> int:
+    """Of the heaviest rank of one stage, the embedding and the head included."""
     total = sum(_layer_weights(config, layer, scheme, mesh) for layer in stage.layers)
     total += sum(map(scheme.linear_bytes, _tables(config, stage, mesh.tp_size)))
     return total + (config.hidden_size * torch.float32.itemsize if stage.is_last else 0)
