@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from shoal.configs.errors import ModelLoadError
-from shoal.model_shards.models.config import ModelConfig, RopeScaling
+from shoal.model_shards.models.config import ModelConfig, MoEConfig, RopeScaling
 from shoal.model_shards.weights.hf_config import parse_hf_config
 
 BASE: dict[str, Any] = {
@@ -37,7 +37,7 @@ def _sliding_layers(directory: Path) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe"])
 def test_absent_keys_take_transformers_defaults(tmp_path: Path, model_type: str) -> None:
     ours = _parse(tmp_path, model_type)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -175,6 +175,77 @@ def test_gemma_windows_as_transformers_reads_them(tmp_path: Path, keys: dict[str
 def test_mistral_window_is_in_every_layer_unless_null(tmp_path: Path) -> None:
     assert _parse(tmp_path, "mistral", sliding_window=64).sliding_layers == frozenset(range(8))
     assert _parse(tmp_path, "mistral", sliding_window=None).window(0) is None
+    assert _parse(tmp_path, "mixtral", sliding_window=64).sliding_layers == frozenset(range(8))
+    assert _parse(tmp_path, "mixtral").window(0) is None
+
+
+def test_windows_of_qwen3_moe_are_in_every_layer_or_none(tmp_path: Path) -> None:
+    """Unlike Qwen3, it reads neither max_window_layers nor layer_types."""
+    window = {"sliding_window": 64, "max_window_layers": 4}
+    assert _parse(tmp_path, "qwen3_moe", use_sliding_window=True, **window).sliding_layers == frozenset(range(8))
+    assert _parse(tmp_path, "qwen3_moe", **window).sliding_layers == frozenset()
+    with pytest.raises(ModelLoadError, match="layer_types is not supported for qwen3_moe"):
+        _parse(tmp_path, "qwen3_moe", use_sliding_window=True, layer_types=["full_attention"] * 8)
+
+
+def test_experts_of_mixtral(tmp_path: Path) -> None:
+    assert _parse(tmp_path, "mixtral").moe == MoEConfig(8, 2, 128)
+    assert _parse(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=1).moe == MoEConfig(4, 1, 128)
+
+
+def test_experts_of_qwen3_moe(tmp_path: Path) -> None:
+    """The file of transformers 4 says num_experts; 5 writes num_local_experts."""
+    assert _parse(tmp_path, "qwen3_moe").moe == MoEConfig(128, 8, 768, normalize=False)
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+    expected = MoEConfig(16, 2, 96, normalize=True)
+    assert _parse(tmp_path, "qwen3_moe", num_experts=16, **sizes).moe == expected
+    assert _parse(tmp_path, "qwen3_moe", num_local_experts=16, **sizes).moe == expected
+    assert _parse(tmp_path, "qwen3_moe").qk_norm
+
+
+@pytest.mark.parametrize(
+    ("keys", "dense"),
+    [
+        ({}, set()),
+        ({"mlp_only_layers": [0, 3]}, {0, 3}),
+        ({"decoder_sparse_step": 2}, {0, 2, 4, 6}),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2, 100]}, {0, 1, 2, 3, 4, 6, 7}),
+    ],
+)
+def test_layers_without_experts_as_transformers_builds_them(
+    tmp_path: Path, keys: dict[str, Any], dense: set[int]
+) -> None:
+    config = _parse(tmp_path, "qwen3_moe", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, **keys)
+    assert config.moe is not None
+    assert config.moe.dense_layers == dense
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    built = {index for index, layer in enumerate(model.model.layers) if not hasattr(layer.mlp, "experts")}
+    assert built == dense
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "words"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "cannot choose 9 of 8 experts"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("mixtral", {"num_local_experts": 10**6}, "1000000 experts cannot be right"),
+        ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("mixtral", {"architectures": ["MixtralForTokenClassification"]}, "only MixtralForCausalLM"),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_experts and num_local_experts contradict"),
+        ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+        ("qwen3_moe", {"mlp_only_layers": list(range(8))}, "no layer with experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ("qwen2_moe", {}, "model_type 'qwen2_moe' is not supported"),
+        ("gpt_oss", {}, "model_type 'gpt_oss' is not supported"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, model_type: str, keys: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=words):
+        _parse(tmp_path, model_type, **keys)
 
 
 @pytest.mark.parametrize(
