@@ -3,6 +3,7 @@ one rank, whatever joins, leaves or is displaced on the way, and every block com
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,16 @@ MESHES = [
     pytest.param("llama", {}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="tp2-pp2"),
     pytest.param("qwen3_moe", {}, {"data_parallel_size": 2, "expert_parallel": True}, id="dp2-ep2"),
     pytest.param(
-        "qwen3_moe", {}, {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": True}, id="dp2-tp2-ep4"
+        "qwen3_moe",
+        {},
+        {
+            "data_parallel_size": 2,
+            "tensor_parallel_size": 2,
+            "expert_parallel": True,
+            "num_redundant_experts": 4,
+            "expert_rebalance_interval": 5,
+        },
+        id="dp2-tp2-ep4-moving",
     ),
     pytest.param(
         "qwen3_moe", {}, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "expert_parallel": True}, id="dp2-pp2"
@@ -114,10 +124,12 @@ def test_a_mesh_answers_as_one_rank_does(
     tiny_checkpoint: TinyCheckpoint,
     kit: ModuleType,
     of_one_rank: Callable[..., dict[tuple[str, int], list[int]]],
+    caplog: pytest.LogCaptureFixture,
     family: str,
     overrides: dict[str, Any],
     mesh: dict[str, Any],
 ) -> None:
+    caplog.set_level(logging.INFO)
     path = tiny_checkpoint(family, **overrides)
     expected = of_one_rank(path)
     engine = start(path, **mesh)
@@ -132,5 +144,6 @@ def test_a_mesh_answers_as_one_rank_does(
         assert (stats.num_running, stats.num_waiting, stats.num_live_requests) == (0, 0, 0)
         assert stats.output_tokens_total == sum(map(len, expected.values())) + len(expected["2", 0])
         assert all(part.counters.output_tokens > 0 for part in parts_of(engine))
+        assert ("layers were rebalanced" in caplog.text) == ("expert_rebalance_interval" in mesh)
     finally:
         engine.shutdown()
