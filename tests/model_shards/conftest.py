@@ -47,6 +47,12 @@ def driver() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def thread_ranks() -> ModuleType:
+    """The helpers of `parallel/thread_ranks.py`: context-parallel ranks as threads."""
+    return _module(Path(__file__).parent / "parallel" / "thread_ranks.py")
+
+
+@pytest.fixture(scope="session")
 def kit() -> ModuleType:
     """The helpers of `engine/kit.py`: fake ranks, a tokenizer of bytes, a sink that remembers."""
     return _module(Path(__file__).parent / "engine" / "kit.py")
