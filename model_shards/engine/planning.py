@@ -18,7 +18,7 @@ from shoal.model_shards.engine.step_cost import StepShape
 _TURN = 4
 """Every so many steps prompts are served in the policy's order, in the others the shortest rest first: the first by the
 policy has at least this part of what prompts get."""
-_LEAST = 16
+_LEAST = 8
 """A micro-batch takes this part of its token budget of prompts, if there are so many: smaller pieces cost more in steps
 than even steps gain."""
 
@@ -127,10 +127,12 @@ class Planner:
 
     def _whose_turn_it_is(self, step_id: int) -> list[Sequence]:
         """Of the sequences one token short: an m-th, where m micro-batches take turns, and of them those whose turn
-        came first, so that batches are even and stay so whoever comes and goes. In the policy's order."""
+        came first, so that batches are even and stay so whoever comes and goes. In m steps each has one turn: where m
+        does not divide them, the shares of the steps add up to all. In the policy's order."""
         short = [sequence for sequence in self._roster.running if sequence.num_remaining == 1]
         ready = [sequence for sequence in short if sequence.num_placeholders == 0 or sequence.turn <= step_id]
-        share = -(-len(short) // self._settings.micro_batches)
+        count, batches = len(short), self._settings.micro_batches
+        share = max(1, (step_id + 1) * count // batches - step_id * count // batches)
         if len(ready) > share:
             first = sorted(ready, key=lambda sequence: sequence.turn)[:share]
             ready = sorted(first, key=self._policy.key)

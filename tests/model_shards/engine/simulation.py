@@ -1,7 +1,10 @@
 """The real scheduler on a simulated machine: steps take what a cost model says, on a clock of their own.
 
-The loop is the engine's (one step is planned while another runs), so what is measured here is what the scheduler does
-to latencies; nobody draws tokens. `python tests/benchmarks/scheduling.py` prints tables of it.
+The loop is the engine's (one step is planned while others run), so what is measured here is what the scheduler does to
+latencies; nobody draws tokens. `python tests/benchmarks/scheduling.py` prints tables of it.
+
+A machine may be a pipeline: each stage takes its part of a step's time, one step after the other, and the first stage
+starts a step when the tokens that it needs have left the last.
 """
 
 from __future__ import annotations
@@ -21,8 +24,6 @@ from shoal.model_shards.engine.request import Request
 from shoal.model_shards.engine.scheduler import Scheduler, SchedulerSettings
 from shoal.model_shards.engine.step_cost import StepShape
 from shoal.model_shards.sampling.params import SamplingParams
-
-STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,11 @@ class Simulation:
         policy: str | Policy = "fcfs",
         num_blocks: int = 10_000,
         seed: int = 0,
+        stages: int = 1,
+        host_s: float = 0.0,
         **settings: Any,
     ) -> None:
+        """`host_s`: from the end of a step until the next plan is with the first stage."""
         options = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 8192, **settings}
         self.scheduler = Scheduler(
             SchedulerSettings(eos_token_ids=frozenset(), **options),
@@ -113,14 +117,23 @@ class Simulation:
         )
         self.machine = machine
         self.now = 0.0
+        self.host_s = host_s
         self.step_times: list[float] = []
+        """Of each step, over all stages."""
+        self.busy_s = [0.0] * stages
+        """Of each stage."""
         self.plans: list[StepPlan] = []
         self.clients: dict[str, Client] = {}
         self.on_end: Callable[[Client], None] = lambda client: None
         self._rng = random.Random(seed)
         self._arrivals: list[tuple[float, int, Client]] = []
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()
-        """With the moment each ends."""
+        self._steps_in_flight = self.scheduler.settings.micro_batches + 1
+        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
+        """With the moments when each was submitted and when it ends."""
+        self._free_at = [0.0] * stages
+        """When each stage has done what it was given."""
+        self._drawn_at: dict[int, float] = {}
+        """When the last token of each sequence leaves the last stage."""
         self._last_commit = 0.0
 
     def submit(self, prompt: list[int], max_tokens: int, *, at: float | None = None, label: str = "") -> Client:
@@ -141,20 +154,38 @@ class Simulation:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._start(plan)
-            if plan is None or len(self._in_flight) == STEPS_IN_FLIGHT:
+            if len(self._in_flight) == self._steps_in_flight or (plan is None and self._waited_for_a_step()):
                 self._commit()
 
     def _start(self, plan: StepPlan) -> None:
-        begin = max(self.now, self._in_flight[-1][1] if self._in_flight else 0.0)
-        took = self.machine.seconds(plan, self._rng)
-        self._in_flight.append((plan, begin + took))
+        moment = self.now + self.host_s
+        for chunk in plan.chunks:
+            if chunk.num_tokens == 1:
+                moment = max(moment, self._drawn_at.get(chunk.seq_id, 0.0))
+        took = 0.0
+        for stage, free_at in enumerate(self._free_at):
+            share = self.machine.seconds(plan, self._rng) / len(self._free_at)
+            moment = self._free_at[stage] = max(moment, free_at) + share
+            self.busy_s[stage] += share
+            took += share
+        self._drawn_at.update((chunk.seq_id, moment) for chunk in plan.chunks if chunk.samples)
+        self._in_flight.append((plan, self.now, moment))
         self.step_times.append(took)
         self.plans.append(plan)
 
-    def _commit(self) -> None:
+    def _waited_for_a_step(self) -> bool:
+        """False when a request comes before the oldest step ends: it may run beside it."""
         assert self._in_flight, "sequences wait and nothing can run"
-        plan, self.now = self._in_flight.popleft()
-        took = self.step_times[plan.step_id]
+        if self._arrivals and self._arrivals[0][0] < self._in_flight[0][2]:
+            self.now = max(self.now, self._arrivals[0][0])
+            return False
+        return True
+
+    def _commit(self) -> None:
+        plan, submitted, ended = self._in_flight.popleft()
+        self.now = max(self.now, ended)
+        took = self.now - max(submitted, self._last_commit)
+        self._last_commit = self.now
         sampled = [chunk for chunk in plan.chunks if chunk.samples]
         output = StepOutput(
             plan.step_id,
@@ -173,6 +204,11 @@ class Simulation:
     @property
     def done(self) -> list[Client]:
         return [client for client in self.clients.values() if len(client.times) == client.request.sampling.max_tokens]
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time that stages were busy."""
+        return sum(self.busy_s) / len(self.busy_s) / self.now
 
     def tokens_per_s(self) -> float:
         return sum(len(client.times) for client in self.clients.values()) / self.now

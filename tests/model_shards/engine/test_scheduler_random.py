@@ -179,7 +179,7 @@ def test_random_traffic_gives_every_request_what_it_gets_alone(
             steps += 1
             assert steps < 100_000, "livelock"
         traffic.check_results()
-        assert traffic.longest_wait <= 2 * micro_batches - 1, "a decode was left waiting"
+        assert traffic.longest_wait <= (1 if micro_batches == 1 else 2 * micro_batches), "a decode was left waiting"
         preemptions += traffic.scheduler.counters.preemptions
         followers += traffic.scheduler.counters.followers
     if "num_blocks" in options and options["num_blocks"] == 14:
