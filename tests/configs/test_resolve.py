@@ -67,6 +67,12 @@ def test_a_kv_size_alone_needs_no_budget() -> None:
         (EngineConfig(model="m", device="cuda"), "device", "1 ranks need a GPU each, but 0 are visible"),
         (EngineConfig(model="m", max_num_batched_tokens=8), "max_num_batched_tokens", "max_num_seqs=64"),
         (EngineConfig(model="m", memory_budget=20 * GIB), "memory_budget", "20 GiB, but only 10 GiB"),
+        (EngineConfig(model="m", num_redundant_experts=4), "num_redundant_experts", "is 4, but expert_parallel is off"),
+        (
+            EngineConfig(model="m", expert_rebalance_interval=100),
+            "expert_rebalance_interval",
+            "is 100, but expert_parallel is off",
+        ),
     ],
 )
 def test_contradictions_are_refused(config: EngineConfig, param: str, message: str) -> None:
