@@ -122,8 +122,8 @@ class PlacementConfig(Section):
 
 class AppConfig(Section):
     engine: EngineConfig
-    placement: PlacementConfig = PlacementConfig()
     gateway: GatewayConfig = GatewayConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     guard: GuardConfig = GuardConfig()
     wiring: WiringConfig = WiringConfig()
+    placement: PlacementConfig = PlacementConfig()

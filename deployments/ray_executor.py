@@ -48,14 +48,17 @@ class RayRanks:
         self._placement, self._model = placement, model
         self._actors: list[Any] = []
         try:
-            nodes = self._start_actors(group)
+            self.nodes = self._start_actors(group)
+            """Ray's id of each rank's node."""
             self._ranks = self._introduce()
         except BaseException:
             self.close()
             raise
         for rank, introduction in enumerate(self._ranks):
             position = placement.mesh.position(rank)
-            logger.info("%s: pid %d on node %s (%s)", position, introduction.pid, nodes[rank][:8], introduction.address)
+            logger.info(
+                "%s: pid %d on node %s (%s)", position, introduction.pid, self.nodes[rank][:8], introduction.address
+            )
 
     def machine(self) -> Machine:
         sharing = {rank.address: sum(rank.address == other.address for other in self._ranks) for rank in self._ranks}
