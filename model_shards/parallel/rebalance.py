@@ -41,7 +41,7 @@ class ExpertRebalancer:
         self._layers, self._context, self._interval, self._num_groups = layers, context, interval, num_groups
         for layer in layers:
             layer.load.zero_()  # what a warm-up chose says nothing
-        self._num_nodes = _count_nodes(context, layers[0].load.device)
+        self._num_nodes = count_nodes(context, layers[0].load.device)
         self._steps = 0
         self._loads: Loads = np.zeros((len(layers), layers[0].placement.num_experts))
         self.imbalance: float | None = None
@@ -145,7 +145,7 @@ def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         target.copy_(source)
 
 
-def _count_nodes(context: ParallelContext, device: torch.device) -> int:
+def count_nodes(context: ParallelContext, device: torch.device) -> int:
     """Of the stage's ranks, where each node has equally many, one after the other; else 1."""
     digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
     mine = torch.tensor([int.from_bytes(digest, "big")], device=device)

@@ -101,13 +101,20 @@ def check_whole_experts(context: ParallelContext, dense: ExpertMLP, mlp: ExpertM
     for counts, among in STEPS:
         count = counts[context.position.dp_rank]
         rows = rows_of(context.position.dp_rank, count, among)
-        before = mlp.parallel.dispatch.rows.copy()
+        before, bytes_before = mlp.parallel.dispatch.rows.copy(), context.traffic["all_to_all"]
         context.begin_step(count, 0)
         assert torch.equal(mlp(*rows), loop(dense, rows)), (counts, among)
-        moved = mlp.parallel.dispatch.rows - before
-        sums = torch.tensor([moved["sent"], moved["received"], count])
-        sent, received, total = context.all_reduce(sums, "expert").tolist()
-        assert sent == received == K * total // context.position.tp_size, (sent, received, total)
+        moved, moved_bytes = mlp.parallel.dispatch.rows - before, context.traffic["all_to_all"] - bytes_before
+        share = -(-count // context.position.tp_size)
+        mine = rows[1][context.position.tp_rank * share :][:share]
+        slots = mlp.parallel.placement.slots_per_rank
+        away = int((mine // slots != context.index("expert")).sum())
+        sums = torch.tensor([moved["sent"], moved["received"], len(mine), moved_bytes, away])
+        sent, received, total, sent_bytes, away = context.all_reduce(sums, "expert").tolist()
+        assert sent == received == K * total, (sent, received, total)
+        ranks = context.size("expert")
+        count_bytes = ranks * (ranks - 1) * slots * 4
+        assert sent_bytes == 2 * away * HIDDEN * 4 + count_bytes, "there and back, but what is at home already"
 
 
 def main(rank: int, rendezvous: str) -> None:
