@@ -94,6 +94,11 @@ class QuantizedMatrix:
         assert scales is not None
         return QuantizedMatrix(self.format, self.in_features, quants, scales, minima)
 
+    def reordered(self, rows: torch.Tensor) -> QuantizedMatrix:
+        """The output features `rows` (int64), in that order."""
+        minima = None if self.minima is None else self.minima[rows]
+        return QuantizedMatrix(self.format, self.in_features, self.quants[rows], self.scales[rows], minima)
+
     def columns(self, start: int, count: int) -> QuantizedMatrix:
         """Input features [start, start + count), which begin and end between groups."""
         if (start, count) == (0, self.in_features):

@@ -211,7 +211,6 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: Weight
     import torch
 
     from shoal.kvcache.planner import MemoryRequest
-    from shoal.kvcache.spec import decoder_specs, kv_heads_per_rank
     from shoal.model_shards.models.stage import cut_stages
     from shoal.model_shards.parallel.mesh import MeshShape
     from shoal.model_shards.runner import footprint
@@ -236,17 +235,12 @@ def _memory_request(settings: ResolvedEngine, model: ModelConfig, scheme: Weight
         block_size=settings.block_size,
     )
     return MemoryRequest(
-        specs=decoder_specs(
-            [model.window(layer) for layer in layers],
-            kv_heads_per_rank(model.num_kv_heads, mesh.tp_size),
-            model.head_dim,
-            kv_dtype.itemsize,
-        ),
+        specs=footprint.kv_specs(model, layers, kv_dtype, mesh.tp_size),
         block_size=settings.block_size,
         max_model_len=settings.max_model_len or settings.tokens_per_block,
         max_num_seqs=settings.max_num_seqs,
-        weights_bytes=footprint.weights_bytes(model, scheme, tp, pp),
-        activation_bytes=footprint.activation_bytes(model, limits, tp),
+        weights_bytes=footprint.weights_bytes(model, scheme, mesh),
+        activation_bytes=footprint.activation_bytes(model, limits, mesh),
         total_bytes=settings.memory_budget,
         kv_bytes=settings.kv_cache_memory,
         context_parallel_size=mesh.cp_size,

@@ -12,14 +12,20 @@ Activation = Literal["silu", "gelu_tanh"]
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Frequency scaling of rotary embeddings. `kind` "linear" divides by `factor`; "llama3" is the banded rule of
-    Llama 3.1 (low/high frequency factors); "factors" divides each frequency by its entry (GGUF `rope_freqs`)."""
+    Llama 3.1 (low/high frequency factors); "factors" divides each frequency by its entry (GGUF `rope_freqs`); "yarn"
+    (Peng et al. 2023, arXiv:2309.00071) divides waves that turn less than `beta_slow` times in the original context and
+    keeps those that turn more than `beta_fast` times."""
 
-    kind: Literal["linear", "llama3", "factors"]
+    kind: Literal["linear", "llama3", "factors", "yarn"]
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    amplitude: float = 1.0
+    """yarn: cosines and sines are multiplied by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +114,15 @@ class ModelConfig:
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     """With it, `head_dim` is qk_nope_head_dim + qk_rope_head_dim and `num_kv_heads` is `num_heads`."""
+    num_nextn_layers: int = 0
+    """DeepSeek-V3: so many layers behind the others, for predicting further tokens, are in the file and not loaded."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:

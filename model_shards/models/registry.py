@@ -22,6 +22,7 @@ _FACTORIES = {
     "gemma3": "gemma3:make_gemma3",
     "mixtral": "llama:make_llama",
     "qwen3_moe": "llama:make_llama",
+    "deepseek_v3": "deepseek:make_deepseek",
 }
 
 

@@ -14,18 +14,20 @@ from shoal.model_shards.models.config import ModelConfig, RopeScaling
 
 
 def rotary_table(config: ModelConfig, num_positions: int, *, local: bool = False) -> torch.Tensor:
-    """fp32 [num_positions, head_dim]: cosines in the first half, sines in the second.
+    """fp32 [num_positions, rotary_dim]: cosines in the first half, sines in the second.
 
     `local`: the table of Gemma 3's sliding-window layers, which have a base of their own and no scaling.
     """
+    amplitude = 1.0
     if local and config.rope_local_theta is not None:
-        frequencies = _frequencies(config.rope_local_theta, config.head_dim)
+        frequencies = _frequencies(config.rope_local_theta, config.rotary_dim)
     else:
-        frequencies = _frequencies(config.rope_theta, config.head_dim)
+        frequencies = _frequencies(config.rope_theta, config.rotary_dim)
         if config.rope_scaling is not None:
-            frequencies = _scale(frequencies, config.rope_scaling)
+            frequencies = _scale(frequencies, config.rope_theta, config.rope_scaling)
+            amplitude = config.rope_scaling.amplitude
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude
 
 
 def _frequencies(theta: float, head_dim: int) -> torch.Tensor:
@@ -33,9 +35,11 @@ def _frequencies(theta: float, head_dim: int) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
-def _scale(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _scale(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> torch.Tensor:
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        return _scale_by_ramp(frequencies, theta, scaling)
     if scaling.kind == "factors":
         if len(scaling.factors) != len(frequencies):
             raise ModelLoadError(
@@ -52,3 +56,19 @@ def _scale_by_band(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Ten
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((scaling.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _scale_by_ramp(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """YaRN: between the channels (rounded outwards) whose waves turn `beta_fast` and `beta_slow` times in the original
+    context, kept and stretched frequencies are blended linearly by the channel's number."""
+    pairs = len(frequencies)
+
+    def channel(turns: float) -> float:
+        """Of the frequency whose wave turns so many times; theta ** (-channel / pairs) is a channel's frequency."""
+        return pairs * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(channel(scaling.beta_fast)), 0)
+    last = min(math.ceil(channel(scaling.beta_slow)), 2 * pairs - 1)
+    width = last - first if last != first else 0.001
+    stretched = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)

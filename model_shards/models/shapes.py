@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from shoal.model_shards.models.config import ModelConfig
+from shoal.model_shards.models.config import MLAConfig, ModelConfig
 from shoal.model_shards.parallel.split import HeadSplit, split_evenly
 
 
@@ -73,6 +73,8 @@ class LayerShapes:
     """Kept as the weights' scheme says: attention and the MLP, or the experts that every token visits."""
     vectors: dict[str, int]
     """Name of the file -> size; kept whole and in fp32: norms, and the bias of a router."""
+    unpacked: list[MatrixShape] = field(default_factory=list)
+    """Kept in the weights' dtype whatever their scheme: products are made along either axis of them."""
     router: MatrixShape | None = None
     """Kept whole and in fp32."""
     experts: list[list[Projection]] = field(default_factory=list)
@@ -82,6 +84,7 @@ class LayerShapes:
         yield from self.vectors
         if self.router is not None:
             yield f"{self.router.name}.weight"
+        yield from (f"{matrix.name}.weight" for matrix in self.unpacked)
         for projections in [self.projections, *self.experts]:
             for projection in projections:
                 yield from projection.names()
@@ -92,17 +95,22 @@ def layer_shapes(config: ModelConfig, layer: int) -> LayerShapes:
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if config.sandwich_norms else []
     vectors = {f"{prefix}.{name}.weight": hidden for name in norms}
-    attention = _attention(config, f"{prefix}.self_attn", vectors)
+    unpacked: list[MatrixShape] = []
+    if config.mla is None:
+        attention = _attention(config, f"{prefix}.self_attn", vectors)
+    else:
+        attention = _latent_attention(config, config.mla, f"{prefix}.self_attn", vectors, unpacked)
     moe = config.moe
     if moe is None or layer in moe.dense_layers:
         mlp = mlp_projections(f"{prefix}.mlp", hidden, config.intermediate_size, bias=config.mlp_bias)
-        return LayerShapes(attention + mlp, vectors)
+        return LayerShapes(attention + mlp, vectors, unpacked)
     block = moe_names(config, layer)
     shared = mlp_projections(block.shared, hidden, moe.shared_size) if moe.shared_size else []
     if moe.selection_bias:
         vectors[block.selection_bias] = moe.num_experts
     experts = [expert_projections(config, layer, expert) for expert in range(moe.num_experts)]
-    return LayerShapes(attention + shared, vectors, MatrixShape(block.router, moe.num_experts, hidden), experts)
+    router = MatrixShape(block.router, moe.num_experts, hidden)
+    return LayerShapes(attention + shared, vectors, unpacked, router, experts)
 
 
 def _attention(config: ModelConfig, prefix: str, vectors: dict[str, int]) -> list[Projection]:
@@ -118,6 +126,27 @@ def _attention(config: ModelConfig, prefix: str, vectors: dict[str, int]) -> lis
     )
     output = MatrixShape(f"{prefix}.o_proj", hidden, query, Split.COLUMNS)
     return [Projection(qkv, config.qkv_bias), Projection((output,), config.output_bias)]
+
+
+def _latent_attention(
+    config: ModelConfig, mla: MLAConfig, prefix: str, vectors: dict[str, int], unpacked: list[MatrixShape]
+) -> list[Projection]:
+    """Adds its norms to `vectors`, and what latents are projected up by to `unpacked`."""
+    hidden, heads = config.hidden_size, config.num_heads
+    kv_a = MatrixShape(f"{prefix}.kv_a_proj_with_mqa", mla.latent_dim, hidden)
+    vectors[f"{prefix}.kv_a_layernorm.weight"] = mla.kv_lora_rank
+    up = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    unpacked.append(MatrixShape(f"{prefix}.kv_b_proj", up, mla.kv_lora_rank, Split.ROWS))
+    query, rank = heads * config.head_dim, mla.q_lora_rank
+    output = MatrixShape(f"{prefix}.o_proj", hidden, heads * mla.v_head_dim, Split.COLUMNS)
+    last = Projection((output,), config.output_bias)
+    if rank is None:
+        q_proj = MatrixShape(f"{prefix}.q_proj", query, hidden, Split.ROWS)
+        return [Projection((q_proj, kv_a)), last]
+    vectors[f"{prefix}.q_a_layernorm.weight"] = rank
+    q_a = MatrixShape(f"{prefix}.q_a_proj", rank, hidden)
+    q_b = MatrixShape(f"{prefix}.q_b_proj", query, rank, Split.ROWS)
+    return [Projection((q_a, kv_a), config.qkv_bias), Projection((q_b,)), last]
 
 
 def mlp_projections(

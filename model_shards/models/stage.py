@@ -39,7 +39,7 @@ def layer_parameters(config: ModelConfig, layer: int) -> int:
     shapes = layer_shapes(config, layer)
     projections = chain(shapes.projections, *shapes.experts)
     matrices = [matrix for projection in projections for matrix in projection.matrices]
-    matrices += [] if shapes.router is None else [shapes.router]
+    matrices += shapes.unpacked + ([] if shapes.router is None else [shapes.router])
     return sum(matrix.out_features * matrix.in_features for matrix in matrices)
 
 

@@ -55,6 +55,10 @@ class WeightLoader:
         """A tensor that is kept whole and in fp32, whatever the weights are."""
         return self.reader.read(name, shape, torch.float32).to(self.device)
 
+    def unpacked(self, name: str, shape: tuple[int, int], rows: range) -> torch.Tensor:
+        """A matrix in the weights' dtype, whatever their scheme: products are made along either axis of it."""
+        return self.reader.read(name, shape, self.dtype, _slice(rows)).to(self.device)
+
     def linear(self, weights: Sequence[Matrix], biases: list[torch.Tensor]) -> LinearWeight:
         """One operator out of parts stacked along the output features; dense when any of them is."""
         bias = torch.cat(biases) if biases else None

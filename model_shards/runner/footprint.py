@@ -5,13 +5,14 @@ Each function answers for the heaviest rank of the mesh, in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shoal.kernels.page_format import PageFormat
-from shoal.model_shards.models.config import ModelConfig, MoEConfig
+from shoal.kernels.page_format import Layout, PageFormat
+from shoal.kvcache.spec import KVCacheSpec, decoder_specs, kv_heads_per_rank
+from shoal.model_shards.models.config import MLAConfig, ModelConfig, MoEConfig
 from shoal.model_shards.models.shapes import Projection, layer_shapes
 from shoal.model_shards.models.stage import Stage, cut_stages
 from shoal.model_shards.parallel.mesh import MeshShape
@@ -68,10 +69,26 @@ def weights_bytes(config: ModelConfig, scheme: WeightScheme, mesh: MeshShape = _
 def kv_bytes_per_block(
     config: ModelConfig, block_size: int, kv_dtype: torch.dtype, tp_size: int = 1, pp_size: int = 1
 ) -> int:
-    """K and V of one block in all layers of the rank."""
-    kv_heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0).num_kv_heads
-    page = PageFormat("canonical", block_size, kv_heads, config.head_dim, kv_dtype)
+    """K and V, or latents, of one block in all layers of the rank."""
+    page = page_format(config, "canonical", block_size, kv_dtype, tp_size)
     return page.bytes_per_block * max(len(stage.layers) for stage in cut_stages(config, pp_size))
+
+
+def page_format(config: ModelConfig, layout: Layout, block_size: int, dtype: torch.dtype, tp_size: int) -> PageFormat:
+    """Of one layer on each tensor-parallel rank: of its KV heads, or of the latents, which every rank has whole."""
+    if config.mla is not None:
+        return PageFormat.latent(layout, block_size, config.mla.latent_dim, dtype)
+    kv_heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, tp_size, 0).num_kv_heads
+    return PageFormat(layout, block_size, kv_heads, config.head_dim, dtype)
+
+
+def kv_specs(config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, tp_size: int) -> tuple[KVCacheSpec, ...]:
+    """What these layers keep of a token on each tensor-parallel rank."""
+    mla = config.mla
+    if mla is not None:
+        return (KVCacheSpec.latent(len(layers), mla.kv_lora_rank, mla.qk_rope_head_dim, dtype.itemsize),)
+    kv_heads = kv_heads_per_rank(config.num_kv_heads, tp_size)
+    return decoder_specs([config.window(layer) for layer in layers], kv_heads, config.head_dim, dtype.itemsize)
 
 
 def activation_bytes(config: ModelConfig, limits: StepLimits, mesh: MeshShape = _ONE_RANK) -> int:
@@ -80,7 +97,7 @@ def activation_bytes(config: ModelConfig, limits: StepLimits, mesh: MeshShape = 
     chose the experts of one rank."""
     per_token = _activations_per_token(config, mesh) * limits.activation_dtype.itemsize
     tables = 1 if config.rope_local_theta is None else 2
-    rotary = tables * limits.max_model_len * config.head_dim * torch.float32.itemsize
+    rotary = tables * limits.max_model_len * config.rotary_dim * torch.float32.itemsize
     rows = max_logit_rows(config.vocab_size, limits.device)
     logits = _LOGITS_COPIES * rows * config.vocab_size * torch.float32.itemsize
     captured = 0
@@ -153,12 +170,20 @@ def max_logit_rows(vocab_size: int, device: str) -> int:
 def _activations_per_token(config: ModelConfig, mesh: MeshShape) -> int:
     """Elements that the largest layer makes of one token."""
     heads = HeadSplit.of_rank(config.num_heads, config.num_kv_heads, mesh.tp_size, 0)
-    qkv = (heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
+    attention = (3 * heads.num_heads + 2 * heads.num_kv_heads) * config.head_dim
+    if config.mla is not None:
+        attention = _latent_elements(config, config.mla, heads.num_heads)
     inner = 3 * (config.intermediate_size // mesh.tp_size)
     if config.moe is not None:
         experts = _expert_elements(config, config.moe, mesh)
         inner = experts if len(config.moe.dense_layers) == 0 else max(inner, experts)
-    return 5 * config.hidden_size + qkv + 2 * heads.num_heads * config.head_dim + inner
+    return 5 * config.hidden_size + attention + inner
+
+
+def _latent_elements(config: ModelConfig, mla: MLAConfig, num_heads: int) -> int:
+    """Of one token: what it is projected to, the queries, and the two latents of each head, absorbed and attended."""
+    shared = 2 * (mla.q_lora_rank or 0) + mla.latent_dim
+    return shared + num_heads * (config.head_dim + 2 * mla.kv_lora_rank + mla.v_head_dim)
 
 
 def _expert_elements(config: ModelConfig, moe: MoEConfig, mesh: MeshShape) -> int:
@@ -195,7 +220,10 @@ def _layer_weights(config: ModelConfig, layer: int, scheme: WeightScheme, mesh: 
         held = [shapes.experts[slot % len(shapes.experts)] for slot in range(expert_slots(config.moe, mesh))]
         parts = 1 if mesh.expert_parallel else mesh.tp_size
         linears += [_linear(config, projection, parts) for expert in held for projection in expert]
-    return sum(map(scheme.linear_bytes, linears)) + fp32 * torch.float32.itemsize
+    unpacked = sum(
+        rows * cols for rows, cols in (matrix.rank_shape(config, mesh.tp_size) for matrix in shapes.unpacked)
+    )
+    return sum(map(scheme.linear_bytes, linears)) + fp32 * torch.float32.itemsize + unpacked * scheme.dtype.itemsize
 
 
 def _linear(config: ModelConfig, projection: Projection, tp_size: int) -> LinearShape:

@@ -7,7 +7,6 @@ from collections import deque
 import numpy as np
 import torch
 
-from shoal.kernels.page_format import PageFormat
 from shoal.model_shards.engine.plan import ScheduledChunk, StepOutput, StepPlan
 from shoal.model_shards.models.moe import parallel_experts
 from shoal.model_shards.parallel.context import ParallelContext
@@ -17,7 +16,7 @@ from shoal.model_shards.runner.batch import ForwardBatch, build_batch
 from shoal.model_shards.runner.captured import CapturedSteps, Computed
 from shoal.model_shards.runner.decode_graphs import DecodeGraphs
 from shoal.model_shards.runner.device_inputs import DeviceInputs, PlacedStep
-from shoal.model_shards.runner.footprint import graph_sizes, max_logit_rows
+from shoal.model_shards.runner.footprint import graph_sizes, max_logit_rows, page_format
 from shoal.model_shards.runner.loading import load_stage
 from shoal.model_shards.runner.outputs import OutputMaker
 from shoal.model_shards.runner.sequences import LiveSequence, SequenceTable
@@ -48,9 +47,8 @@ class ModelRunner:
         self.samples = position.samples
         self.table = SequenceTable(settings, samples=self.samples)
         heads = HeadSplit.of_rank(self.config.num_heads, self.config.num_kv_heads, position.tp_size, position.tp_rank)
-        page = PageFormat(
-            self.model.ops.layout, settings.block_size, heads.num_kv_heads, self.config.head_dim, settings.kv_dtype
-        )
+        layout = self.model.ops.layout
+        page = page_format(self.config, layout, settings.block_size, settings.kv_dtype, position.tp_size)
         self.pages = [page.allocate(settings.num_blocks, self.device) for _ in self.model.stage.layers]
         self._stripe = striping(position, page, heads.num_heads, self.model.ops.activation_dtype)
         """A step -> this rank's part of it; None: this rank computes all rows."""

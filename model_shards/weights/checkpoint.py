@@ -112,6 +112,7 @@ class CheckpointReader:
         if LM_HEAD in extra and self.checkpoint.config.tie_embeddings:
             logger.info("ignoring %s: the config ties it to the embedding", LM_HEAD)
             extra -= {LM_HEAD}
+        extra -= self._nextn_layers(extra)
         problems = [
             _listed("missing", self._missing),
             _listed("unexpected", sorted(extra)),
@@ -124,6 +125,15 @@ class CheckpointReader:
                 f"{self.checkpoint.config.num_layers} layers: {text}. Check that the files are complete and that the "
                 "config belongs to these weights."
             )
+
+    def _nextn_layers(self, extra: frozenset[str]) -> set[str]:
+        """What belongs to the layers that predict further tokens."""
+        config = self.checkpoint.config
+        prefixes = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_nextn_layers))
+        found = {name for name in extra if name.startswith(prefixes)}
+        if found:
+            logger.info("ignoring %d tensors of %d layers for predicting further tokens", len(found), len(prefixes))
+        return found
 
 
 def _listed(kind: str, items: list[str]) -> str:

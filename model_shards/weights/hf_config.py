@@ -17,6 +17,7 @@ from typing import Any
 from shoal.configs.errors import ModelLoadError
 from shoal.model_shards.models.config import Activation, Family, ModelConfig
 from shoal.model_shards.weights.config_check import check_config, check_num_layers
+from shoal.model_shards.weights.hf_deepseek import DEEPSEEK_DEFAULTS, refuse_fp8, with_latents
 from shoal.model_shards.weights.hf_fields import Fields
 from shoal.model_shards.weights.hf_moe import parse_moe
 from shoal.model_shards.weights.hf_rope import parse_rope
@@ -124,6 +125,9 @@ _RULES: dict[str, _FamilyRules] = {
         has_attention_bias=True,
     ),
     "gemma3_text": _FamilyRules("gemma3", "Gemma3ForCausalLM", _GEMMA, has_attention_bias=True),
+    "deepseek_v3": _FamilyRules(
+        "deepseek_v3", "DeepseekV3ForCausalLM", {**_COMMON, **DEEPSEEK_DEFAULTS}, has_attention_bias=True
+    ),
 }
 
 
@@ -151,6 +155,7 @@ def parse_hf_config(directory: Path) -> ModelConfig:
         raise ModelLoadError(
             f"{where}: architectures is {architectures}; only {rules.architecture} can be served for this model_type."
         )
+    refuse_fp8(raw, where)
     for key, allowed in _NEUTRAL.items():
         if key in raw and raw[key] not in allowed:
             raise ModelLoadError(f"{where}: {key} is {_short(raw[key])}, which is not supported.")
@@ -176,7 +181,7 @@ def _build(fields: Fields, rules: _FamilyRules, eos: tuple[int, ...]) -> ModelCo
             "norm_offset": 1.0,
             "sandwich_norms": True,
         }
-    return ModelConfig(
+    config = ModelConfig(
         family=rules.family,
         hidden_size=hidden,
         num_layers=layers,
@@ -203,6 +208,7 @@ def _build(fields: Fields, rules: _FamilyRules, eos: tuple[int, ...]) -> ModelCo
         eos_token_ids=eos,
         **gemma,
     )
+    return with_latents(fields, config, rope.softmax_factor) if rules.family == "deepseek_v3" else config
 
 
 def _activation(fields: Fields, rules: _FamilyRules) -> Activation:
@@ -218,7 +224,7 @@ def _activation(fields: Fields, rules: _FamilyRules) -> Activation:
 def _sliding(fields: Fields, rules: _FamilyRules, layers: int) -> tuple[int | None, frozenset[int]]:
     """The window and the layers that have it."""
     family = rules.family
-    if family == "llama" or not (fields.present("sliding_window")):
+    if family in ("llama", "deepseek_v3") or not (fields.present("sliding_window")):
         if family != "llama" and "sliding_attention" in (fields.raw.get("layer_types") or []):
             raise ModelLoadError(f"{fields.where}: layer_types names sliding_attention, but sliding_window is null.")
         return None, frozenset()

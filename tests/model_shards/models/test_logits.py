@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-MOE_FAMILIES = ("mixtral", "qwen3_moe")
+MOE_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", *MOE_FAMILIES)
 BACKENDS = (None, "reference", "torch_cpu")
 TOLERANCE = 1e-4

@@ -72,6 +72,26 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
 }
 
 FAMILIES = tuple(_FAMILIES)
@@ -97,6 +117,9 @@ def make_tiny_checkpoint(family: str, directory: str | Path, *, seed: int = 0, *
             for name, parameter in model.named_parameters():
                 if "norm" in name or name.endswith(".bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # some experts are above all others, some below
+                    buffer.add_(torch.randn_like(buffer) * 0.2)
             if config.tie_word_embeddings:  # else the input token wins every argmax and greedy text says nothing
                 model.get_input_embeddings().weight.mul_(0.25)
     directory = Path(directory)
