@@ -52,7 +52,7 @@ def outputs(runner: ModelRunner, plans: list[StepPlan]) -> list[StepOutput]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "qwen3_moe"])
 def test_filled_up_steps_give_the_same(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str, sampling: SamplingParams
 ) -> None:
@@ -160,6 +160,9 @@ class Pipe(ParallelContext):
         self.position = MeshShape(pp_size=2).position(stage)
         self._hidden, self._tokens = hidden, tokens
 
+    def tell_all(self, message: Any) -> list[Any]:
+        return [message] * 2
+
     def send_hidden(self, hidden: torch.Tensor) -> None:
         self._hidden.append(hidden)
 
@@ -191,8 +194,9 @@ def test_pipeline_stages_hand_on_what_programs_computed(tiny_checkpoint: TinyChe
 # --- nothing of the device is read --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_model_part_of_a_step_reads_nothing_from_the_device(
-    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """On the meta device tensors have no values: `.item()`, `.tolist()`, `.cpu()` and the like raise there. The Triton
     table runs as it would on a GPU, but for the launches themselves."""
@@ -210,7 +214,7 @@ def test_the_model_part_of_a_step_reads_nothing_from_the_device(
 
     monkeypatch.setattr(Sampler, "sample", sample)
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # only the registry still asks
-    path = tiny_checkpoint("qwen3")
+    path = tiny_checkpoint(family)
     runner = driver.make_runner(path, device="meta", backend="triton", dtype=torch.bfloat16, max_num_seqs=8)
     assert len(runner.captured) == len(graph_sizes(8))
     launches.clear()
