@@ -31,7 +31,7 @@ def in_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_parts_merge_into_attention_over_all_keys(ops: Ops, data: st.DataObject) -> None:
     parts = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=6), label="keys of each part")
     dim = data.draw(st.sampled_from([8, 32, 80]), label="head_dim")
