@@ -128,7 +128,8 @@ def _lack(placement: Placement, nodes: Sequence[Node], placed: int) -> str:
     }
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
     together = placement.ranks_per_bundle
-    what = f"{len(bundles)} time{'s' if len(bundles) > 1 else ''} {bundles[-1]} whole on one node"
+    share = Bundle(together * placement.rank.cpus, together * placement.rank.gpus)
+    what = f"{len(bundles)} time{'s' if len(bundles) > 1 else ''} {share} whole on one node"
     spread = ", each on another node" if placement.strategy == "STRICT_SPREAD" and len(bundles) > 1 else ""
     found = ", ".join(f"{node.name} ({Bundle(node.cpus, node.gpus)})" for node in nodes) or "none"
     advice = (

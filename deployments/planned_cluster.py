@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal.configs.app import AppConfig
 from shoal.configs.errors import ConfigError
-from shoal.configs.resolve import Machine
+from shoal.configs.resolve import Device, Machine
 from shoal.configs.schema import EngineConfig
 from shoal.deployments.engine_placement import mesh_of
 from shoal.deployments.placement import Node, Placement, lay_out
@@ -24,6 +24,7 @@ class PlannedCluster:
     """What each node has."""
     nodes: int | None
     """None: as many as are needed."""
+    device: Device
 
     def lay_out(self, placement: Placement) -> list[str]:
         """The node of each bundle, on as few as have room. Raises ConfigError, with the numbers."""
@@ -51,7 +52,9 @@ def plan_cluster(config: AppConfig) -> PlannedCluster:
     cpus = float(os.cpu_count() or 1)
     sharing = math.ceil(ranks / (asked.nodes or 1))
     machine = Machine(0, here.available_ram, ranks=sharing)
-    return PlannedCluster(engine.model_copy(update={"device": "cpu"}), machine, Node("", cpus, 0), asked.nodes or 1)
+    return PlannedCluster(
+        engine.model_copy(update={"device": "cpu"}), machine, Node("", cpus, 0), asked.nodes or 1, "cpu"
+    )
 
 
 def _of_gpus(config: AppConfig, here: Machine, gpus_per_node: int, ranks: int) -> PlannedCluster:
@@ -60,8 +63,8 @@ def _of_gpus(config: AppConfig, here: Machine, gpus_per_node: int, ranks: int) -
     if not gpus_per_node or not memory:
         raise ConfigError(
             f"device is {config.engine.device} and {ranks} rank{'s' if ranks > 1 else ''} need a GPU each, but this "
-            f"machine has {here.num_gpus}. To plan for other machines, say what they have: --gpus-per-node 8 --gpu-memory 80GB, or "
-            "gpus_per_node and gpu_memory in the placement section. Else set device to cpu.",
+            f"machine has {here.num_gpus}. To plan for other machines, say what they have: --gpus-per-node 8 "
+            "--gpu-memory 80GB, or gpus_per_node and gpu_memory in the placement section. Else set device to cpu.",
             param="device",
         )
     described = asked.gpus_per_node is not None
@@ -70,4 +73,4 @@ def _of_gpus(config: AppConfig, here: Machine, gpus_per_node: int, ranks: int) -
     total = gpus_per_node * nodes if nodes is not None else max(ranks, gpus_per_node)
     machine = Machine(total, here.available_ram, memory)
     # How many CPUs such nodes have is not known; those of GPU servers are plenty.
-    return PlannedCluster(engine, machine, Node("", math.inf, float(gpus_per_node)), nodes)
+    return PlannedCluster(engine, machine, Node("", math.inf, float(gpus_per_node)), nodes, "cuda")

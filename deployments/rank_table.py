@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.configs.units import format_bytes
-from shoal.deployments.placement import Placement, order_bundles
+from shoal.deployments.placement import REPLICA_CPUS, Bundle, Placement, order_bundles
 
 if TYPE_CHECKING:
     from shoal.kvcache.planner import MemoryPlan
@@ -99,7 +99,9 @@ def render(placement: Placement, rows: Sequence[RankRow]) -> str:
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    count, bundle = len(placement.bundles), placement.bundles[-1]
+    count, together = len(placement.bundles), placement.ranks_per_bundle
+    bundle = Bundle(together * placement.rank.cpus, together * placement.rank.gpus)
     how = "each on a node of its own" if placement.strategy == "STRICT_SPREAD" else "on as few nodes as have room"
     asked = f"{count} bundles of {bundle}, {how}" if count > 1 else f"1 bundle of {bundle}"
-    return "\n".join([f"asked of Ray: {asked}; the first also holds the replica (1 CPU)", *table])
+    more = f"the first has {REPLICA_CPUS:g} CPU more, for the replica"
+    return "\n".join([f"asked of Ray: {asked}; {more}", *table])

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shoal.configs.resolve import ResolvedEngine
     from shoal.deployments.model_peek import PeekedModel
     from shoal.deployments.placement import Placement
-    from shoal.deployments.planned_cluster import PlannedCluster
     from shoal.kvcache.planner import MemoryPlan
     from shoal.model_shards.models.config import ModelConfig
     from shoal.model_shards.quantization.schemes import WeightScheme
@@ -98,24 +97,23 @@ def explain(config: AppConfig) -> dict[str, Any]:
     """What would be served, where its ranks would be and how their memory would be used. Raises ConfigError for
     whatever would not start."""
     from shoal.configs.resolve import resolve_engine
+    from shoal.deployments.engine_placement import SCRIPTED, mesh_of
+    from shoal.deployments.placement import plan_placement
     from shoal.deployments.planned_cluster import plan_cluster
-    from shoal.model_shards.engine.build import SCRIPTED
 
     cluster = plan_cluster(config)
+    placement = plan_placement(mesh_of(config.engine), config.placement, cluster.device)
+    node_of_bundle = cluster.lay_out(placement)
     settings = resolve_engine(cluster.engine, cluster.machine)
     if settings.model.startswith(SCRIPTED):
         return _explain_script(settings)
-    return _explain_model(config, settings, cluster)
+    return _explain_model(settings, placement, node_of_bundle)
 
 
-def _explain_model(config: AppConfig, settings: ResolvedEngine, cluster: PlannedCluster) -> dict[str, Any]:
-    from shoal.deployments.engine_placement import mesh_of
+def _explain_model(settings: ResolvedEngine, placement: Placement, node_of_bundle: list[str]) -> dict[str, Any]:
     from shoal.deployments.model_peek import peek_model
-    from shoal.deployments.placement import plan_placement
     from shoal.model_shards.runner.loading import check_mesh
 
-    placement = plan_placement(mesh_of(config.engine), config.placement, settings.device)
-    node_of_bundle = cluster.lay_out(placement)
     peeked = peek_model(settings.model, fetch=True)
     if peeked is None:
         return {

@@ -74,7 +74,7 @@ def test_the_first_bundle_goes_where_the_replica_fits_too() -> None:
             MeshShape(tp_size=16),
             {},
             gpu_nodes(8, 8),
-            r"16 ranks \(tensor_parallel_size 16\) need 1 time 16 GPUs and 17 CPUs whole on one node.*"
+            r"16 ranks \(tensor_parallel_size 16\) need 1 time 16 GPUs and 16 CPUs whole on one node.*"
             r"room for 0 of 1 on the nodes found: n0 \(8 GPUs and 64 CPUs\), n1 .*"
             r"Lower tensor_parallel_size, or set placement.tensor_parallel_across_nodes",
         ),
