@@ -29,6 +29,7 @@ UNTIED = ("llama", {"num_hidden_layers": 4})
 TIED_PADDED = ("llama", {"tie_word_embeddings": True, "vocab_size": 321, "attention_bias": True})
 ONE_KV_HEAD = ("qwen3", {"num_key_value_heads": 1})  # held by both ranks
 GEMMA3: tuple[str, dict[str, Any]] = ("gemma3", {})  # tied: first and last stage both hold the table
+DEEPSEEK: tuple[str, dict[str, Any]] = ("deepseek_v3", {})  # latents are on every rank, heads and experts are split
 
 
 def mesh(settings: Any, tp: int, pp: int) -> Any:
@@ -56,7 +57,16 @@ def wait_until_gone(pids: list[int], timeout_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("model", "tp", "pp"),
-    [(UNTIED, 2, 1), (UNTIED, 1, 2), (TIED_PADDED, 2, 1), (TIED_PADDED, 1, 2), (ONE_KV_HEAD, 2, 1), (GEMMA3, 2, 2)],
+    [
+        (UNTIED, 2, 1),
+        (UNTIED, 1, 2),
+        (TIED_PADDED, 2, 1),
+        (TIED_PADDED, 1, 2),
+        (ONE_KV_HEAD, 2, 1),
+        (GEMMA3, 2, 2),
+        (DEEPSEEK, 2, 1),
+        (DEEPSEEK, 1, 2),
+    ],
 )
 def test_a_mesh_draws_the_tokens_of_one_rank(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, model: tuple[str, dict[str, Any]], tp: int, pp: int
