@@ -26,6 +26,7 @@ from shoal.model_shards.engine.request import FinishReason, Request
 from shoal.model_shards.engine.scheduler import Scheduler
 from shoal.model_shards.engine.sequence import SequenceUpdate
 from shoal.model_shards.executor.base import Executor
+from shoal.model_shards.runner.step_clock import RankTimes
 from shoal.model_shards.sampling.params import check_token_ids
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class EngineStats:
     finished_total: dict[FinishReason, int]
     """Requests' sequences by how they ended."""
     last_step_time: float
+    rank_times: dict[int, RankTimes]
+    """By rank: how it spent its time."""
 
 
 def _nothing() -> None:
@@ -198,6 +201,7 @@ class Engine:
             preemptions_total=counters.preemptions,
             finished_total=dict(self._output.finished),
             last_step_time=self.last_step_time,
+            rank_times=self._executor.rank_times,
         )
 
     # The loop -------------------------------------------------------------------------------------------------------

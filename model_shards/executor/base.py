@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from shoal.model_shards.engine.plan import StepOutput, StepPlan
+from shoal.model_shards.runner.step_clock import RankTimes
 
 
 class Executor(ABC):
@@ -16,6 +17,11 @@ class Executor(ABC):
     """Width of the logits."""
     failure: BaseException | None = None
     """Why the ranks have stopped, as soon as it is known, also while no step runs; None while they are well."""
+
+    @property
+    def rank_times(self) -> dict[int, RankTimes]:
+        """How each rank has spent its time, a second ago or less; without ranks, nothing."""
+        return {}
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> Future[StepOutput]:

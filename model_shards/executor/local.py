@@ -18,6 +18,7 @@ from shoal.model_shards.executor.base import Executor
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.runner.model_runner import ModelRunner
 from shoal.model_shards.runner.settings import RunnerSettings
+from shoal.model_shards.runner.step_clock import RankTimes
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,15 @@ class LocalExecutor(Executor):
         self._thread = threading.Thread(target=self._run, args=(settings, made), name="shoal-compute", daemon=True)
         self._thread.start()
         try:
-            self.vocab_size = made.result().config.vocab_size
+            runner = made.result()
+            self.vocab_size, self._times = runner.config.vocab_size, runner.clock.times
         except BaseException:
             self.close()
             raise
+
+    @property
+    def rank_times(self) -> dict[int, RankTimes]:
+        return {0: self._times}
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()

@@ -15,8 +15,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,8 @@ from shoal.model_shards.runner.model_runner import ModelRunner, rank_device
 from shoal.model_shards.runner.settings import RunnerSettings
 
 _PARENT_CHECK_S = 1.0
+_REPORT_S = 1.0
+"""How often a rank tells how it spends its time, while steps come."""
 
 
 class RankLink(Protocol):
@@ -96,14 +99,19 @@ def _serve(link: RankLink, start: RankStart) -> None:
     context = ParallelContext.connect(position, start.rendezvous, device, start.step_timeout_s)
     runner = ModelRunner(settings, context)
     link.send("ready")
+    reported = time.monotonic()
     while True:
         kind, *body = link.receive()
         if kind == "stop":
+            link.send("times", *astuple(runner.clock.times))
             context.close()
             return
         output = runner.execute(StepPlan.from_wire(body[0]))
         if runner.samples:
             link.send("result", output_to_wire(output))
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            link.send("times", *astuple(runner.clock.times))
 
 
 # --- as a process of its own ------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 How the ranks are started, reached and ended is for the classes below (`multiprocess.py`, and the one on Ray in
 `deployments/`). Messages are lists `[kind, ...]` of plain values: to the ranks "plan" and "stop", from them "ready",
-"result", "log" and "failed" (`rank.py`).
+"result", "times", "log" and "failed" (`rank.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shoal.model_shards.executor.base import Executor
 from shoal.model_shards.executor.channel import pack
 from shoal.model_shards.executor.wire import merge_outputs, output_from_wire
 from shoal.model_shards.parallel.mesh import MeshShape
+from shoal.model_shards.runner.step_clock import RankTimes
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,14 @@ class RankedExecutor(Executor):
         self._closing = False
         self._ready: Future[None] = Future()
         self._not_ready = {position.rank for position in self._positions}
+        self._times: dict[int, RankTimes] = {}
         self._reasons: dict[int, tuple[str, str]] = {}
         """Rank -> (class of the error, message) as the rank told it."""
         self._monitor = threading.Thread(target=self._watch, name="shoal-ranks", daemon=True)
+
+    @property
+    def rank_times(self) -> dict[int, RankTimes]:
+        return dict(self._times)
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()
@@ -98,6 +104,8 @@ class RankedExecutor(Executor):
         if self._monitor.is_alive() and threading.current_thread() is not self._monitor:
             self._monitor.join()
         self._fail_all(EngineDeadError("The executor was closed while the step was under way."))
+        for rank, times in sorted(self._times.items()):
+            logger.info("%s: %s", self._positions[rank], times)
         self._release()
 
     # --- where the ranks are ----------------------------------------------------------------------------------------
@@ -171,6 +179,8 @@ class RankedExecutor(Executor):
             self._not_ready.discard(rank)
             if not self._not_ready and not self._ready.done():
                 self._ready.set_result(None)
+        elif kind == "times":
+            self._times[rank] = RankTimes(*body)
         elif kind == "failed":
             self._reasons[rank] = (body[0], body[1])
 

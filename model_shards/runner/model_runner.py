@@ -22,6 +22,7 @@ from shoal.model_shards.runner.outputs import OutputMaker
 from shoal.model_shards.runner.sequences import LiveSequence, SequenceTable
 from shoal.model_shards.runner.settings import RunnerSettings
 from shoal.model_shards.runner.step_capture import StepCapture
+from shoal.model_shards.runner.step_clock import StepClock
 from shoal.model_shards.runner.striped_batch import StripedBatch, striping
 from shoal.model_shards.runner.warm_up import warm_up_batches
 from shoal.model_shards.sampling.sampler import Sampler
@@ -39,6 +40,7 @@ class ModelRunner:
         position = context.position
         self.settings = settings
         self.context = context
+        self.clock = StepClock()
         self.device = rank_device(settings.device, position.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread: kernels are launched on the current device
@@ -75,6 +77,10 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepOutput:
         """Applies `removed`, `new`, `block_copies` and runs `chunks`. A sequence that fails is in `errors`; anything
         raised means that the step failed as a whole and that this runner must not be used again."""
+        with self.clock.step():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
         output = StepOutput(plan.step_id)
         for seq_id in plan.removed:
             self.table.remove(seq_id)
@@ -129,7 +135,8 @@ class ModelRunner:
         if not position.is_first_stage:
             shape = (self.context.rows.held, self.config.hidden_size)
             received = torch.empty(shape, dtype=self.model.ops.activation_dtype, device=self.device)
-            self.context.receive_hidden(received)
+            with self.clock.waiting():
+                self.context.receive_hidden(received)
         computed = self.captured.run(batch, received)
         if computed is None:
             step = self._place(rows)
@@ -193,7 +200,9 @@ class ModelRunner:
             if known and len(self._unreceived) < self.context.token_backlog:
                 return
             waiting = self._unreceived.popleft()
-            for sequence, token_id in zip(waiting, self.context.receive_tokens(len(waiting)), strict=True):
+            with self.clock.waiting():
+                token_ids = self.context.receive_tokens(len(waiting))
+            for sequence, token_id in zip(waiting, token_ids, strict=True):
                 self.table.append_token(sequence, token_id)
 
 

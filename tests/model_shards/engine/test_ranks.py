@@ -4,6 +4,7 @@ one rank, whatever joins, leaves or is displaced on the way, and every block com
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -147,3 +148,6 @@ def test_a_mesh_answers_as_one_rank_does(
         assert ("layers were rebalanced" in caplog.text) == ("expert_rebalance_interval" in mesh)
     finally:
         engine.shutdown()
+    times = engine.stats().rank_times
+    assert {rank.steps for rank in times.values()} == {engine.stats().steps_total}, "every rank takes every step"
+    assert len(times) == math.prod(size for name, size in mesh.items() if name.endswith("parallel_size"))
