@@ -60,6 +60,8 @@ def stored_bytes(value: Any, seen: set[int]) -> int:
         ("gemma3", {}),
         ("mixtral", {}),
         ("qwen3_moe", {"attention_bias": True}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 3}),
     ],
 )
 def test_weights_and_pages(
