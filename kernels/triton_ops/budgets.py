@@ -26,6 +26,7 @@ from shoal.kernels.triton_ops.aot import Resources, compile_launch
 from shoal.kernels.triton_ops.attention import attention_launches
 from shoal.kernels.triton_ops.grouped import StackedGroups, grouped_linear_launch
 from shoal.kernels.triton_ops.launch import INTERPRETED, SM80, SM90, SM100, GpuTarget, Launch
+from shoal.kernels.triton_ops.merge import merge_attention_launch
 from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch, rms_norm_rows_launch
 from shoal.kernels.triton_ops.rotary import rotary_launch, rotary_store_kv_launch
 from shoal.kernels.triton_ops.sampling import sample_launches
@@ -161,6 +162,11 @@ def grouped_case(
     return build
 
 
+def _merge(_: GpuTarget) -> Launch:
+    out, lse = _empty(64, 32, 128, dtype=torch.float32), _empty(64, 32, dtype=torch.float32)
+    return merge_attention_launch(out, lse, out, lse)
+
+
 def _silu(_: GpuTarget) -> Launch:
     return gated_launch(_empty(64, 2 * 14336), "silu", _empty(64, 14336))
 
@@ -213,6 +219,7 @@ CASES = (
         MMA_SYNC,
     ),
     Case("merge of a split decode, heads of 128", attention_case((32, 8), 128, decode=True, index=1), 64, (0, 0, 0)),
+    Case("merge of two parts, 32 heads of 128", _merge, 64, (0, 0, 0)),
     Case("store_kv, 8 heads of 128", _store, 64, (0, 0, 0)),
     Case("rms_norm of 4096 with residual", _rms_norm, 64, (1, 1, 1)),
     Case("rms_norm of 32 rows of 4096", _rms_norm_rows, 64, (1, 1, 1)),

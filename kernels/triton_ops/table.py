@@ -29,6 +29,7 @@ from shoal.kernels.triton_ops.attention import attention_launches
 from shoal.kernels.triton_ops.graphs import CudaCapturer
 from shoal.kernels.triton_ops.grouped import StackedGroups, grouped_linear_launch
 from shoal.kernels.triton_ops.launch import INTERPRETED, GpuTarget
+from shoal.kernels.triton_ops.merge import merge_attention_launch
 from shoal.kernels.triton_ops.mla import mla_attention_launches, rotary_store_latent_launch
 from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch, rms_norm_rows_launch
 from shoal.kernels.triton_ops.rotary import rotary_launch, rotary_store_kv_launch
@@ -39,6 +40,7 @@ TRITON_OPERATORS = (
     "gelu_tanh_and_mul",
     "grouped_linear",
     "head_rms_norm",
+    "merge_attention",
     "paged_attention",
     "paged_attention_lse",
     "paged_mla_attention",
@@ -193,6 +195,11 @@ class TritonOps(Ops):
         for launch in mla_attention_launches(q, q_rope, pages, meta, scale, out):
             launch.run()
         return out
+
+    def merge_attention(
+        self, out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+    ) -> None:
+        merge_attention_launch(out, lse, other, other_lse).run()
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
