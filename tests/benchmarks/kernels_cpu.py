@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -114,6 +115,37 @@ def linear_cases(ops: Ops) -> Iterator[Case]:
                     lambda i, x=x, w=packed: ops.linear(x, w[i]),
                     lambda i, x=x, w=plain: F.linear(x, w[i]),
                 )
+
+
+def grouped_cases(ops: Ops) -> Iterator[Case]:
+    """Experts in the shapes of Qwen3-30B-A3B, a quarter of them; torch multiplies one after the other. Bytes are those
+    of the experts that are visited."""
+    experts, chosen, outputs, inputs = 32, 8, 1536, 2048
+    plain = torch.randn(experts, outputs, inputs)
+    weight = ops.prepare_grouped(matrix.bfloat16() for matrix in plain)
+    for tokens in (1, 4, 16, 64, 256):
+        choices = torch.rand(tokens, experts).argsort(dim=1)[:, :chosen]
+        counts = torch.bincount(choices.flatten(), minlength=experts)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        x, visited, bounds = (
+            torch.randn(tokens * chosen, inputs),
+            int((counts > 0).sum()),
+            list(pairwise(starts.tolist())),
+        )
+
+        def one_by_one(_: int, x: torch.Tensor = x, bounds: list[tuple[int, int]] = bounds) -> None:
+            for matrix, (start, stop) in zip(plain, bounds, strict=True):
+                if start < stop:
+                    F.linear(x[start:stop], matrix)
+
+        yield Case(
+            f"grouped {outputs}x{inputs} bfloat16, {tokens} x {chosen} of {experts}",
+            1,
+            visited * outputs * inputs * 2 + 4 * len(x) * (inputs + outputs),
+            2 * len(x) * outputs * inputs,
+            lambda _, x=x, starts=starts: ops.grouped_linear(x, weight, starts),
+            one_by_one,
+        )
 
 
 def attention_cases(ops: Ops) -> Iterator[Case]:
@@ -213,7 +245,7 @@ def main() -> None:
     print(f"backend {ops.name}, {options.threads} threads, {options.clock} clock; the machine: {limits}")
     print(f"{'operator':58} {'us':>10} {'GB/s':>7} {'GF/s':>7} {'roofline':>9} {'vs torch':>9}")
     results: list[Result] = []
-    for cases in (linear_cases, attention_cases, pointwise_cases):
+    for cases in (linear_cases, grouped_cases, attention_cases, pointwise_cases):
         for case in cases(ops):
             if options.only not in case.name:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ def run_checks(device: torch.device, seed: int, *, small: bool) -> list[Check]:
             _invariance(ops, device, dtype, seed, small),
             _rotary_store(ops, device, dtype, small),
             _sampling(ops, device, dtype, seed, small),
+            _grouped(ops, device, dtype, small),
         ]
         for comparison in (*comparisons, _rows(ops, reference, device, dtype, small), _store(ops, device, dtype)):
             for name, error, allowed in comparison:
@@ -167,6 +169,26 @@ def _rows(ops: Ops, reference: Ops, device: torch.device, dtype: torch.dtype, sm
     matrix, bias = random(256, hidden) / hidden**0.5, random(256)
     product = ops.linear(x, ops.prepare_linear(matrix.clone(), bias.clone()))
     yield "linear", difference(product, x.float() @ matrix.float().T + bias.float()), allowed
+
+
+def _grouped(ops: Ops, device: torch.device, dtype: torch.dtype, small: bool) -> Comparison:
+    """Experts with many rows, with few and with none; rows of no expert are NaN, so that a read shows."""
+    experts, outputs, inputs = (5, 48, 40) if small else (64, 1536, 2048)
+    weight = torch.randn(experts, outputs, inputs, device=device).to(dtype) / inputs**0.5
+    prepared = ops.prepare_grouped(weight)
+    for rows in (9, 200) if small else (1, 64, 500, 20000):
+        bounds = torch.randint(0, rows, (experts - 1,), device=device).square() // rows  # most in the last ones
+        starts = torch.cat([bounds.new_zeros(1), bounds.sort().values, bounds.new_full((1,), rows)]).int()
+        x = torch.randn(rows + 3, inputs, device=device).to(dtype)
+        x[rows:] = torch.nan
+        out = ops.grouped_linear(x, prepared, starts)
+        expected = torch.cat(
+            [
+                x[start:stop].float() @ matrix.float().T
+                for matrix, (start, stop) in zip(weight, pairwise(starts.tolist()), strict=True)
+            ]
+        )
+        yield f"grouped product of {rows} rows", difference(out[:rows], expected), ALLOWED[dtype]
 
 
 def _rotary_store(ops: Ops, device: torch.device, dtype: torch.dtype, small: bool) -> Comparison:

@@ -110,7 +110,8 @@ def run_steps(device: torch.device, seed: int, *, small: bool) -> Iterator[StepT
 
 def step_bytes(config: ModelConfig, batch: int, context: int) -> int:
     """What a decode step must read: every matrix but the embedding once, and the keys and values of every sequence."""
-    weights = config.num_layers * layer_parameters(config) + config.vocab_size * config.hidden_size
+    layers = sum(layer_parameters(config, layer) for layer in range(config.num_layers))
+    weights = layers + config.vocab_size * config.hidden_size
     kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context
     return (weights + kv) * DTYPE.itemsize
 

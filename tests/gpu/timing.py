@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -89,6 +90,7 @@ def run_timings(device: torch.device, stopwatch: Stopwatch, *, small: bool) -> t
         _prefills(ops, device, small),
         _rows(ops, device, small),
         _sampling(ops, device, small),
+        _grouped(ops, device, small),
     ):
         for work in group:
             ms = stopwatch.ms(work.call)
@@ -223,6 +225,36 @@ def _rows(ops: TritonOps, device: torch.device, small: bool) -> Iterator[_Work]:
     gates = random(tokens, 2 * inner)
     yield _Work("silu_and_mul", lambda: ops.silu_and_mul(gates), 1.5 * gates.nbytes / 1e9, "GB/s")
     yield _Work("gelu_tanh_and_mul", lambda: ops.gelu_tanh_and_mul(gates), 1.5 * gates.nbytes / 1e9, "GB/s")
+
+
+def _grouped(ops: TritonOps, device: torch.device, small: bool) -> Iterator[_Work]:
+    """Products of experts, the rows chosen at random: few wait for the matrices that are visited, many for the tensor
+    cores. Beside one product of the vendor's an expert, whose sizes the host knows."""
+    shapes = [(128, 8, 1536, 2048), (128, 8, 2048, 768), (8, 2, 28672, 4096)]
+    for experts, chosen, outputs, inputs in [(4, 2, 32, 16)] if small else shapes:
+        matrices = torch.randn(experts, outputs, inputs, device=device, dtype=DTYPE)
+        weight = ops.prepare_grouped(matrices)
+        for tokens in (3,) if small else (1, 16, 64, 512, 8192):
+            choices = torch.rand(tokens, experts).argsort(dim=1)[:, :chosen]
+            starts = torch.bincount(choices.flatten(), minlength=experts).cumsum(0).tolist()
+            x = torch.randn(tokens * chosen, inputs, device=device, dtype=DTYPE)
+            bounds = list(pairwise([0, *starts]))
+            visited = sum(start < stop for start, stop in bounds) * outputs * inputs * DTYPE.itemsize
+            few = tokens * chosen <= 16 * experts
+            moved = visited + x.nbytes + tokens * chosen * outputs * DTYPE.itemsize
+            yield _Work(
+                f"grouped product, {tokens} x {chosen} of {experts} experts of {outputs} x {inputs}",
+                partial(ops.grouped_linear, x, weight, torch.tensor([0, *starts], dtype=torch.int32, device=device)),
+                moved / 1e9 if few else 2 * tokens * chosen * outputs * inputs / 1e12,
+                "GB/s" if few else "TFLOP/s",
+                partial(_one_by_one, x, matrices, bounds),
+            )
+
+
+def _one_by_one(x: torch.Tensor, matrices: torch.Tensor, bounds: list[tuple[int, int]]) -> None:
+    for matrix, (start, stop) in zip(matrices, bounds, strict=True):
+        if start < stop:
+            F.linear(x[start:stop], matrix)
 
 
 def _sampling(ops: TritonOps, device: torch.device, small: bool) -> Iterator[_Work]:
