@@ -13,17 +13,17 @@ from types import ModuleType
 from safetensors.torch import load_file, save_file
 
 PROMPTS = [[65, 66, 67], list(range(10, 60)), [200] * 17, [5]]
-FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def skewed(source: Path, path: Path) -> Path:
-    """Half of the experts take most of the rows."""
+    """All biases of the choice are negative, and one group's two experts are chosen by every row."""
     shutil.copytree(source, path)
     tensors = load_file(path / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("mlp.gate.weight"):
-            tensor[:4] *= 0.1
-            tensor[4:] *= 4
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for bias in biases:
+        bias[:6], bias[6:] = -2.5, -1.25
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -33,7 +33,7 @@ def test_two_ranks_and_four_draw_the_tokens_of_one(
 ) -> None:
     """Everything in one start of four processes; see model_ranks.py."""
     paths = {family: tiny_checkpoint(family) for family in FAMILIES}
-    paths["skewed"] = skewed(paths["qwen3_moe"], tmp_path / "skewed")
+    paths["skewed"] = skewed(paths["deepseek_v3"], tmp_path / "skewed")
     cases = []
     for name, path in paths.items():
         runner = driver.make_runner(path)
