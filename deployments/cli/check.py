@@ -187,7 +187,9 @@ def _explain_script(settings: ResolvedEngine) -> dict[str, Any]:
 
 
 def _model_facts(model: ModelConfig) -> dict[str, Any]:
-    facts = {
+    from shoal.model_shards.models.stage import count_parameters
+
+    facts: dict[str, Any] = {
         "family": model.family,
         "layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -199,6 +201,10 @@ def _model_facts(model: ModelConfig) -> dict[str, Any]:
     }
     if model.sliding_window is not None:
         facts["sliding_window"] = model.sliding_window
+    if model.moe is not None:
+        total, active = count_parameters(model)
+        facts |= {"experts": model.moe.num_experts, "experts_per_token": model.moe.experts_per_token}
+        facts |= {"parameters": total, "active_parameters": active}
     return facts
 
 

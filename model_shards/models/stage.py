@@ -43,6 +43,17 @@ def layer_parameters(config: ModelConfig, layer: int) -> int:
     return sum(matrix.out_features * matrix.in_features for matrix in matrices)
 
 
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """(all, those that one token visits: of a layer's experts only its choice). Matrices, embedding and head."""
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    total = sum(_layer_weights(config)) + tables
+    if config.moe is None:
+        return total, total
+    idle = config.moe.num_experts - config.moe.experts_per_token
+    expert = 3 * config.hidden_size * config.moe.expert_size
+    return total, total - (config.num_layers - len(config.moe.dense_layers)) * idle * expert
+
+
 def cut_stages(config: ModelConfig, pp_size: int) -> list[Stage]:
     """Contiguous stages with the heaviest as light as can be (and then all as even as can be), embedding and head
     counted as the layers they weigh."""
@@ -52,13 +63,16 @@ def cut_stages(config: ModelConfig, pp_size: int) -> list[Stage]:
             f"at least one.",
             param="pipeline_parallel_size",
         )
-    # Layers with experts are alike, and so are those without.
-    dense = frozenset() if config.moe is None else config.moe.dense_layers
-    kinds = {layer in dense: layer for layer in range(config.num_layers)}
-    weights = {kind: layer_parameters(config, layer) for kind, layer in kinds.items()}
-    table = config.vocab_size * config.hidden_size
-    stops = _even_stops(tuple(weights[layer in dense] for layer in range(config.num_layers)), table, pp_size)
+    stops = _even_stops(_layer_weights(config), config.vocab_size * config.hidden_size, pp_size)
     return [Stage(start, stop, config.num_layers) for start, stop in pairwise((0, *stops))]
+
+
+def _layer_weights(config: ModelConfig) -> tuple[int, ...]:
+    """`layer_parameters` of each; layers with experts are alike, and so are those without."""
+    dense = frozenset() if config.moe is None else config.moe.dense_layers
+    one_of_each = {layer in dense: layer for layer in range(config.num_layers)}
+    weights = {kind: layer_parameters(config, layer) for kind, layer in one_of_each.items()}
+    return tuple(weights[layer in dense] for layer in range(config.num_layers))
 
 
 @lru_cache(maxsize=64)

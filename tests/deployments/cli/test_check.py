@@ -41,6 +41,21 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(
     assert "Set max_model_len to 2256 or less" in error
 
 
+def test_experts_are_told_from_the_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 512, "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **shape}))
+    engine = {"kv_cache_memory": "16MiB", "dtype": "bfloat16"}
+    assert main(["check", str(tmp_path), "--engine", json.dumps(engine), "--json"]) == 0
+    finding = json.loads(capsys.readouterr().out)[str(tmp_path)]
+    facts, expert = finding["model"], 3 * 64 * 96
+    assert (facts["experts"], facts["experts_per_token"]) == (4, 2)
+    assert facts["parameters"] == 2 * 320 * 64 + 3 * ((2 * 4 + 2 * 2) * 16 * 64 + 4 * 64 + 4 * expert)
+    assert facts["active_parameters"] == facts["parameters"] - 3 * 2 * expert
+    weights = {row["what"]: row["bytes"] for row in finding["memory_of_a_rank"]["ledger"]}["weights"]
+    assert weights == 2 * (facts["parameters"] - 3 * 4 * 64) + 4 * (3 * 4 * 64 + 7 * 64)  # routers and norms in fp32
+
+
 def test_an_unknown_setting_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "smollm2-135m", "--engine", '{"max_model_lne": 1}']) == 2
     assert "'max_model_lne'" in capsys.readouterr().err

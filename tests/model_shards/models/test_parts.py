@@ -16,7 +16,7 @@ from shoal.model_shards.models.config import ModelConfig, MoEConfig, RopeScaling
 from shoal.model_shards.models.decoder import checkpoint_names
 from shoal.model_shards.models.registry import model_factory
 from shoal.model_shards.models.rotary import rotary_table
-from shoal.model_shards.models.stage import Stage, cut_stages, layer_parameters
+from shoal.model_shards.models.stage import Stage, count_parameters, cut_stages, layer_parameters
 from shoal.model_shards.weights.open import open_checkpoint
 from shoal.model_shards.weights.sources import ModelSource
 
@@ -119,6 +119,22 @@ def test_a_model_as_large_as_any_is_cut_at_once() -> None:
     began = time.process_time()
     assert [len(stage.layers) for stage in cut_stages(config, 4)] == [17, 15, 15, 14]
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "moe", "total", "active"),
+    [
+        ((4096, 32, 32, 8, 128, 14336, 32000), MoEConfig(8, 2, 14336), 46.7, 12.9),
+        ((2048, 48, 32, 4, 128, 6144, 151936), MoEConfig(128, 8, 768), 30.5, 3.3),
+    ],
+    ids=["Mixtral 8x7B", "Qwen3-30B-A3B"],
+)
+def test_parameters_are_those_that_makers_give(
+    shape: tuple[int, ...], moe: MoEConfig, total: float, active: float
+) -> None:
+    names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
+    config = replace(CONFIG, moe=moe, **dict(zip(names, shape, strict=True)))
+    assert count_parameters(config) == (pytest.approx(total * 1e9, rel=0.02), pytest.approx(active * 1e9, rel=0.02))
 
 
 def test_more_stages_than_layers_is_refused() -> None:
