@@ -194,6 +194,15 @@ class Ops(ABC):
                 out[start:stop] = self.linear(x[start:stop], weight.weights[group])
         return out
 
+    def combine_experts(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What its experts made of each row, weighted and summed: results [m, hidden], places int64 [n, k] (rows of
+        `results`), weights fp32 [n, k] -> [n, hidden] in the dtype of `results`, summed in fp32. One choice after the
+        other, since a reduction may take them in an order that depends on n."""
+        total = torch.zeros((len(places), results.shape[1]), dtype=torch.float32, device=results.device)
+        for choice in range(places.shape[1]):
+            total += results[places[:, choice]].float() * weights[:, choice, None]
+        return total.to(results.dtype)
+
     @abstractmethod
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None

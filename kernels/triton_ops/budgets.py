@@ -24,6 +24,7 @@ from shoal.kernels.page_format import PageFormat
 from shoal.kernels.triton_ops.activation import gated_launch
 from shoal.kernels.triton_ops.aot import Resources, compile_launch
 from shoal.kernels.triton_ops.attention import attention_launches
+from shoal.kernels.triton_ops.combine import combine_experts_launch
 from shoal.kernels.triton_ops.grouped import StackedGroups, grouped_linear_launch
 from shoal.kernels.triton_ops.launch import INTERPRETED, SM80, SM90, SM100, GpuTarget, Launch
 from shoal.kernels.triton_ops.merge import merge_attention_launch
@@ -162,6 +163,14 @@ def grouped_case(
     return build
 
 
+def combine_case(*, rows: int = 64) -> Callable[[GpuTarget], Launch]:
+    def build(_: GpuTarget) -> Launch:
+        places, weights = _empty(rows, 8, dtype=torch.int64), _empty(rows, 8, dtype=torch.float32)
+        return combine_experts_launch(_empty(8 * rows, 2048), places, weights, _empty(rows, 2048))
+
+    return build
+
+
 def _merge(_: GpuTarget) -> Launch:
     out, lse = _empty(64, 32, 128, dtype=torch.float32), _empty(64, 32, dtype=torch.float32)
     return merge_attention_launch(out, lse, out, lse)
@@ -250,6 +259,7 @@ CASES = (
         (33, 49, 49),
         MMA,
     ),
+    Case("combine_experts, 8 results of 2048 a row", combine_case(), 64, (0, 0, 0)),
     Case("silu_and_mul of 14336", _silu, 64, (0, 0, 0)),
     Case("gelu_tanh_and_mul of 14336", _gelu, 64, (0, 0, 0)),
     Case("sampling, row maxima of 128256", sampling_case(0), 64, (1, 1, 1)),

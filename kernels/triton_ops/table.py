@@ -26,6 +26,7 @@ from shoal.kernels.ops import (
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.triton_ops.activation import gated_launch
 from shoal.kernels.triton_ops.attention import attention_launches
+from shoal.kernels.triton_ops.combine import combine_experts_launch
 from shoal.kernels.triton_ops.graphs import CudaCapturer
 from shoal.kernels.triton_ops.grouped import StackedGroups, grouped_linear_launch
 from shoal.kernels.triton_ops.launch import INTERPRETED, GpuTarget
@@ -37,6 +38,7 @@ from shoal.kernels.triton_ops.sampling import sample_launches
 from shoal.kernels.triton_ops.store import store_kv_launch
 
 TRITON_OPERATORS = (
+    "combine_experts",
     "gelu_tanh_and_mul",
     "grouped_linear",
     "head_rms_norm",
@@ -106,6 +108,11 @@ class TritonOps(Ops):
         assert isinstance(weight, StackedGroups), type(weight)
         out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
         grouped_linear_launch(x, weight, group_starts, out).run()
+        return out
+
+    def combine_experts(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((len(places), results.shape[1]), dtype=results.dtype, device=results.device)
+        combine_experts_launch(results, places, weights, out).run()
         return out
 
     def prepare_router(self, weight: torch.Tensor) -> LinearWeight:

@@ -48,6 +48,11 @@ def test_any_number_of_rows_visits_experts_by_one_of_two_kernels(numbers: tuple[
     assert len(variants) == 1
 
 
+def test_any_number_of_rows_is_combined_by_the_same_kernel() -> None:
+    variants = {specialised_source(budgets.combine_case(rows=rows)(SM90)).hash() for rows in (1, 5, 16, 300)}
+    assert len(variants) == 1
+
+
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 def test_one_block_is_no_special_case(decode: bool) -> None:
     variants = {

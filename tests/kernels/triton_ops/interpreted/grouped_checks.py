@@ -78,6 +78,21 @@ def test_no_rows_is_no_work(triton_ops) -> None:
     assert ops.grouped_linear(torch.empty(0, 16), weight, starts_of([0])).shape == (0, 8)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "k"), [(48, 1), (1030, 3), (2048, 8)])
+def test_results_of_experts_are_summed_where_they_lie(triton_ops, dtype: torch.dtype, hidden: int, k: int) -> None:
+    rows = 5
+    results, weights = torch.randn(rows * k, hidden).to(dtype), torch.rand(rows, k)
+    places = torch.randperm(rows * k).view(rows, k)
+    out = triton_ops(dtype).combine_experts(results, places, weights)
+    assert out.dtype == dtype
+    expected = (results.float()[places] * weights[:, :, None]).sum(1)
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    alone = triton_ops(dtype).combine_experts(results, places[2:3], weights[2:3])
+    assert torch.equal(alone, out[2:3])
+    assert triton_ops(dtype).combine_experts(results, places[:0], weights[:0]).shape == (0, hidden)
+
+
 def test_a_router_is_fp32_whatever_the_activations(triton_ops) -> None:
     ops, weight = triton_ops(torch.bfloat16), torch.randn(8, 64)
     x = torch.randn(5, 64).bfloat16()
