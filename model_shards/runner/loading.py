@@ -46,7 +46,6 @@ def _check_context(config: ModelConfig, mesh: MeshShape) -> None:
         return
     for setting, used in (
         ("data_parallel_size above 1", mesh.dp_size > 1),
-        ("expert_parallel", mesh.expert_parallel),
         ("multi-head latent attention", config.mla is not None),
     ):
         if used:

@@ -28,15 +28,24 @@ def prompt(count: int, seed: int) -> list[int]:
     return [rng.randrange(256) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("tp", "pp", "cp"), [(1, 1, 4), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("family", "tp", "pp", "cp", "expert_parallel"),
+    [("qwen3", 1, 1, 4, False), ("qwen3", 2, 1, 2, False), ("qwen3_moe", 1, 2, 2, True)],
+)
 def test_processes_draw_the_tokens_of_one_rank(
-    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, tp: int, pp: int, cp: int
+    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str, tp: int, pp: int, cp: int, expert_parallel: bool
 ) -> None:
-    path = tiny_checkpoint("qwen3", **TINY)
+    path = tiny_checkpoint(family, **TINY)
     runner = driver.make_runner(path, max_model_len=4224, num_blocks=600, max_num_batched_tokens=8192)
     prompts = [prompt(4096, 0), prompt(2, 1), prompt(211, 2)]
     expected = driver.generate(runner.execute, runner.settings, prompts, 40)
-    settings = replace(runner.settings, tensor_parallel_size=tp, pipeline_parallel_size=pp, context_parallel_size=cp)
+    settings = replace(
+        runner.settings,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_parallel=expert_parallel,
+    )
     executor = MultiprocessExecutor(settings)
     try:
 

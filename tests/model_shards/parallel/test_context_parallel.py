@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +20,9 @@ from shoal.kernels.ops import AttentionMetadata, Ops
 from shoal.kernels.page_format import KVPages, PageFormat
 from shoal.kernels.registry import select_ops
 from shoal.model_shards.engine.plan import ScheduledChunk
-from shoal.model_shards.parallel.context_parallel import ContextParallelAttention
+from shoal.model_shards.parallel.context import ParallelContext
+from shoal.model_shards.parallel.context_parallel import ContextParallelAttention, StripedMetadata
+from shoal.model_shards.parallel.mesh import MeshShape
 from shoal.model_shards.parallel.ring import RingPages, RingQueries
 from shoal.model_shards.parallel.stripes import Strands, Stripes
 from shoal.model_shards.runner.batch import ForwardBatch
@@ -106,28 +112,30 @@ class Case:
             ops.store_kv(k[:start], v[:start], pages, torch.from_numpy(slots))
         return pages
 
+    def on_rank(
+        self, context: ParallelContext, ops: Ops, *, pages_travel: bool, window: int | None
+    ) -> tuple[torch.Tensor, StripedMetadata, StripedBatch]:
+        """(output of a rank's rows, what its step was)."""
+        stripes = Stripes(self.size, context.position.cp_rank)
+        pages = self.pages(ops, stripes)
+        shapes = Travels(pages.format, self.q[0].shape[1], torch.float32, pages_travel)
+        striped = StripedBatch(self.batch, stripes, shapes)
+        _, meta = striped.tensors(CPU)
+        mine = torch.from_numpy(striped.rows)
+        ops.store_kv(self.rows(self.k)[mine], self.rows(self.v)[mine], pages, meta.slot_mapping)
+        attention = ContextParallelAttention(ops, context)
+        return attention(self.rows(self.q)[mine], pages, meta, SCALE, window), meta, striped
+
     def run(
         self, module: ModuleType, ops: Ops, *, pages_travel: bool = True, window: int | None = None
     ) -> tuple[torch.Tensor, list[Any]]:
         """(output of each row of the step, what each rank's step was). Replicated rows are checked to be the same
         everywhere, and every row to be computed somewhere."""
         ranks = module.ThreadRanks(self.size)
-
-        def one(context: Any) -> tuple[Any, torch.Tensor, StripedBatch]:
-            stripes = Stripes(self.size, context.position.cp_rank)
-            pages = self.pages(ops, stripes)
-            shapes = Travels(pages.format, self.q[0].shape[1], torch.float32, pages_travel)
-            striped = StripedBatch(self.batch, stripes, shapes)
-            _, meta = striped.tensors(CPU)
-            mine = torch.from_numpy(striped.rows)
-            ops.store_kv(self.rows(self.k)[mine], self.rows(self.v)[mine], pages, meta.slot_mapping)
-            attention = ContextParallelAttention(ops, context)
-            return meta, attention(self.rows(self.q)[mine], pages, meta, SCALE, window), striped
-
-        results = ranks.call(one)
+        results = ranks.call(lambda context: self.on_rank(context, ops, pages_travel=pages_travel, window=window))
         ranks.close()
         out, computed = torch.zeros_like(self.rows(self.q)), torch.zeros(len(self.batch.positions), dtype=torch.bool)
-        for _, values, striped in results:
+        for values, _, striped in results:
             mine = torch.from_numpy(striped.rows)
             again = computed[mine]
             torch.testing.assert_close(values[again], out[mine][again], atol=0, rtol=0, equal_nan=True)
@@ -135,7 +143,7 @@ class Case:
         assert computed.all()
         return out, [
             (meta, context.traffic, striped)
-            for (meta, _, striped), context in zip(results, ranks.contexts, strict=True)
+            for (_, meta, striped), context in zip(results, ranks.contexts, strict=True)
         ]
 
 
@@ -257,6 +265,40 @@ def test_strands_are_the_rows_of_a_stripe_with_single_ones_first() -> None:
     assert strands.chunks.tolist() == [0, 1, 2, 0, 0]
     assert strands.last.tolist() == [7, 3, 4, 9, 8]
     assert strands.num_singles == 3
+
+
+def in_a_process(rank: int, rendezvous: str) -> None:
+    """One of two ranks over gloo: a decode and a long piece, either way, and what was sent for them."""
+    ops = select_ops(CPU, torch.float32, backend="cpu")
+    context = ParallelContext.connect(MeshShape(cp_size=2).position(rank), rendezvous, CPU, 60.0)
+    case, part = Case([(70, 1), (200, 130)], 2), 4 * (32 + 1) * 4
+    for pages_travel, shifted, exchanged in (
+        (True, 11 * 2 * 2 * 16 * 32 * 4, 0),  # 330 positions are 11 pages; K and V of 2 heads in each
+        (False, 65 * 4 * 32 * 4, 65 * part),
+    ):
+        context.traffic.clear()
+        values, _, striped = case.on_rank(context, ops, pages_travel=pages_travel, window=None)
+        torch.testing.assert_close(values, case.expected()[striped.rows], atol=1e-5, rtol=1e-5)
+        assert context.traffic == Counter(all_gather=part, shift=shifted, all_to_all=exchanged)
+    context.close()
+
+
+def test_processes_send_what_the_formulas_say(tmp_path: Path) -> None:
+    program = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('case', sys.argv[1])\n"
+        "sys.modules['case'] = module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "module.in_a_process(int(sys.argv[2]), sys.argv[3])\n"
+    )
+    rendezvous = f"file://{tmp_path / 'rendezvous'}"
+    ranks = [subprocess.Popen([sys.executable, "-c", program, __file__, str(rank), rendezvous]) for rank in range(2)]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_bytes_on_the_ring_are_those_of_the_formulas(thread_ranks: ModuleType) -> None:
