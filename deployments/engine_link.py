@@ -82,6 +82,8 @@ class EngineLink:
         self._unheard: dict[str, int] = {}
         """Request that a stream waits for and the engine does not know -> in how many looks in a row."""
         self._sent_since_status = 0
+        self._breaks: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Has the reason once the engine is given up, for submissions that wait for its answer."""
 
     @property
     def load(self) -> int:
@@ -112,6 +114,7 @@ class EngineLink:
         have arrived. Raises what the engine raises, EngineDeadError or EngineGoneError."""
         ids = {live.engine_id: live for live in requests}
         self._submitting |= ids
+        self._sent_since_status += sum(live.num_open for live in requests)
         sending = self._submit([live.for_engine() for live in requests])
         try:
             if self._end.receiver is None:
@@ -122,7 +125,6 @@ class EngineLink:
         finally:
             for name in ids:
                 del self._submitting[name]
-        self._sent_since_status += sum(live.num_open for live in requests)
 
     async def metrics_text(self) -> str:
         return await self._engine.metrics_text()
@@ -138,14 +140,14 @@ class EngineLink:
             self.trouble = reason
 
     async def _submit_shielded(self, sending: Coroutine[Any, Any, None], ids: list[str]) -> None:
-        task = self._end.spawn(sending)
+        task, breaks = self._end.spawn(sending), self._breaks
         try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
+            await asyncio.wait([task, breaks], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDeadError(f"The engine was given up: {breaks.result()}.")
+            await task
+        except (asyncio.CancelledError, EngineDeadError):
             self._end.spawn(self._abort_after(task, ids))
-            raise
-        except EngineDeadError:
-            self.abort(ids)
             raise
 
     async def _submit(self, requests: list[Request]) -> None:
@@ -254,6 +256,8 @@ class EngineLink:
         if self.trouble is None:
             logger.error("engine %s: %s; it had %d requests", self.info.instance_id, reason, len(live))
         self.trouble = reason
+        self._breaks.set_result(reason)
+        self._breaks = asyncio.get_running_loop().create_future()
         if live:
             self.abort([request.engine_id for request in live])
             self._end.lost(live, reason)

@@ -18,6 +18,7 @@ from shoal.deployments.streams import LiveRequest, StreamHub
 
 logger = logging.getLogger("shoal.gateway")
 
+_METRICS_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
 """Between two tries to place a request that has to go on."""
 
@@ -116,17 +117,13 @@ class EngineLinks:
             link.abort(ids)
 
     async def metrics_text(self) -> str:
-        """Of all engines that answer. Raises the error of the last when none does."""
-        texts, failure = {}, EngineDeadError("No engine is attached.")
-        for name, link in list(self._links.items()):
-            try:
-                texts[name] = await link.metrics_text()
-            except EngineDeadError as error:
-                failure = error
-            except EngineGoneError:
-                logger.debug("engine %s has no metrics any more", name)
+        """Of all engines that are well and answer soon. Raises EngineDeadError when none does."""
+        ready = {name: link for name, link in self._links.items() if link.trouble is None}
+        asked = (asyncio.wait_for(link.metrics_text(), _METRICS_TIMEOUT_S) for link in ready.values())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        texts = {name: answer for name, answer in zip(ready, answers, strict=True) if isinstance(answer, str)}
         if not texts:
-            raise failure
+            raise EngineDeadError(f"No engine gives its metrics ({self.trouble or answers[0]}).")
         return join_metrics(texts)
 
     # Engines come and go --------------------------------------------------------------------------------------------

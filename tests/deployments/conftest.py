@@ -155,6 +155,18 @@ async def serve_asgi(gateway: Gateway) -> AsyncIterator[str]:
         await task
 
 
+@pytest.fixture
+def serve_gateway() -> Callable[[Gateway], contextlib.AbstractAsyncContextManager[Server]]:
+    """serve_gateway(gateway): that gateway behind a real HTTP server; it stays its maker's to close."""
+
+    @contextlib.asynccontextmanager
+    async def serve(gateway: Gateway) -> AsyncIterator[Server]:
+        async with serve_asgi(gateway) as url, httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+            yield Server(url, gateway, http)
+
+    return serve
+
+
 ServerFactory = Callable[..., contextlib.AbstractAsyncContextManager[Server]]
 
 
