@@ -19,7 +19,7 @@ from multiprocessing import get_context
 import torch
 
 from shoal.kernels.draws import WORDS
-from shoal.kernels.ops import AttentionMetadata, HeadNorms
+from shoal.kernels.ops import AttentionMetadata, HeadNorms, LatentNorm
 from shoal.kernels.page_format import PageFormat
 from shoal.kernels.triton_ops.activation import gated_launch
 from shoal.kernels.triton_ops.aot import Resources, compile_launch
@@ -28,6 +28,7 @@ from shoal.kernels.triton_ops.combine import combine_experts_launch
 from shoal.kernels.triton_ops.grouped import StackedGroups, grouped_linear_launch
 from shoal.kernels.triton_ops.launch import INTERPRETED, SM80, SM90, SM100, GpuTarget, Launch
 from shoal.kernels.triton_ops.merge import merge_attention_launch
+from shoal.kernels.triton_ops.mla import mla_attention_launches, rotary_store_latent_launch
 from shoal.kernels.triton_ops.norm import head_rms_norm_launch, rms_norm_launch, rms_norm_rows_launch
 from shoal.kernels.triton_ops.rotary import rotary_launch, rotary_store_kv_launch
 from shoal.kernels.triton_ops.sampling import sample_launches
@@ -140,6 +141,43 @@ def rotary_store_kv_case(*, tokens: int = 64, normed: bool = False) -> Callable[
     return build
 
 
+def _latent_meta(num_seqs: int, max_seq_len: int) -> AttentionMetadata:
+    """Of 64 tokens."""
+    return AttentionMetadata(
+        query_start=_empty(num_seqs + 1, dtype=torch.int32),
+        seq_lens=_empty(num_seqs, dtype=torch.int32),
+        block_tables=_empty(num_seqs, max_seq_len // 16, dtype=torch.int32),
+        slot_mapping=_empty(64, dtype=torch.int64),
+        positions=_empty(64, dtype=torch.int64),
+        max_query_len=64 // num_seqs,
+        max_seq_len=max_seq_len,
+        num_decodes=num_seqs if num_seqs == 64 else 0,
+    )
+
+
+def latent_case(
+    heads: int, *, decode: bool = False, max_seq_len: int = 4096, index: int = 0
+) -> Callable[[GpuTarget], Launch]:
+    """Launch `index` of a call of latent attention, 512 + 64 channels, over 64 sequences of one token (decode) or one
+    of 64 tokens."""
+
+    def build(target: GpuTarget) -> Launch:
+        meta = _latent_meta(64 if decode else 1, max_seq_len)
+        pages = PageFormat.latent("canonical", 16, 576, torch.bfloat16).allocate(1024, torch.device("meta"))
+        # Rotary parts are views of the projection, as models have them.
+        q, q_rope = _empty(64, heads, 512), _empty(64, heads * 192)[:, heads * 128 :].view(64, heads, 64)
+        return mla_attention_launches(q, q_rope, pages, meta, 192**-0.5, torch.empty_like(q), target)[index]
+
+    return build
+
+
+def _rotary_store_latent(_: GpuTarget) -> Launch:
+    pages = PageFormat.latent("canonical", 16, 576, torch.bfloat16).allocate(1024, torch.device("meta"))
+    q_rope, kv = _empty(64, 16 * 192)[:, 16 * 128 :].view(64, 16, 64), _empty(64, 1536 + 576)[:, 1536:]
+    norm, cos_sin = LatentNorm(_empty(512, dtype=torch.float32), 1e-6), _empty(8192, 64, dtype=torch.float32)
+    return rotary_store_latent_launch(q_rope, kv, norm, cos_sin, pages, _latent_meta(64, 4096))
+
+
 def sampling_case(index: int, *, rows: int = 64, vocab: int = 128256) -> Callable[[GpuTarget], Launch]:
     """Launch `index` of a draw over fp32 logits."""
 
@@ -229,6 +267,17 @@ CASES = (
     ),
     Case("merge of a split decode, heads of 128", attention_case((32, 8), 128, decode=True, index=1), 64, (0, 0, 0)),
     Case("merge of two parts, 32 heads of 128", _merge, 64, (0, 0, 0)),
+    Case("latent prefill attention, 16 heads of 512 + 64", latent_case(16), 255, (113, 109, 141), MMA),
+    Case("latent prefill attention, 128 heads of 512 + 64", latent_case(128), 255, (113, 109, 141), MMA),
+    Case(
+        "latent decode attention, 16 heads of 512 + 64, split",
+        latent_case(16, decode=True),
+        200,  # two programs
+        (56, 56, 56),
+        MMA_SYNC,
+    ),
+    Case("merge of a split latent decode", latent_case(16, decode=True, index=1), 64, (0, 0, 0)),
+    Case("rotary and store of latents, 16 heads", _rotary_store_latent, 64, (1, 1, 1)),
     Case("store_kv, 8 heads of 128", _store, 64, (0, 0, 0)),
     Case("rms_norm of 4096 with residual", _rms_norm, 64, (1, 1, 1)),
     Case("rms_norm of 32 rows of 4096", _rms_norm_rows, 64, (1, 1, 1)),

@@ -10,18 +10,26 @@ from shoal.kernels.ops import AttentionMetadata, LatentNorm
 from shoal.kernels.page_format import KVPages
 from shoal.kernels.triton_ops import attention_kernels, mla_kernels
 from shoal.kernels.triton_ops.attention import LOG2_E, PIPELINED, Tiles, max_segments, padded_dim
-from shoal.kernels.triton_ops.launch import Launch, cdiv, next_power_of_2, require_dense
+from shoal.kernels.triton_ops.launch import GpuTarget, Launch, cdiv, next_power_of_2, require_dense
 from shoal.kernels.triton_ops.rotary import HEAD_BLOCK
 
-ROW_TILE = 16
-"""Rows of a program. Sums over 512 channels fill the registers that four warps have for 16 rows: with more rows they
-spill, and the tensor cores' 64-row products of Hopper would need the sums of a whole warpgroup."""
+MAX_GROUP = 16
+"""Heads of a token in one program. Of many heads a program of prefill takes these for several tokens, rather than more
+of one's: keys are read as often, and the addresses of 16 heads leave Hopper's registers to the sums."""
 
 
-def latent_tiles(latent_dim: int, itemsize: int) -> Tiles:
-    """For decode and prefill alike: a program of few rows, many of which share an SM and read the same keys from L2."""
-    tile_n = 32 if latent_dim * itemsize <= 1024 else 16
-    return Tiles(ROW_TILE, tile_n, num_warps=4, num_stages=PIPELINED)
+def decode_tiles(latent_dim: int, itemsize: int) -> Tiles:
+    """Memory-bound: few rows, so that two programs share an SM though 16 rows' sums over 512 channels take half of the
+    registers of four warps; programs of the same token read its keys from L2."""
+    return Tiles(16, 32 if latent_dim * itemsize <= 1024 else 16, num_warps=4, num_stages=PIPELINED)
+
+
+def prefill_tiles(latent_dim: int, itemsize: int, target: GpuTarget) -> Tiles:
+    """Compute-bound: the 64 rows that wgmma and tcgen05 need, whose sums are half of what eight warps can hold. Beside
+    them Hopper's have room for the scores of 16 keys (`budgets.py`)."""
+    if itemsize > 2:
+        return decode_tiles(latent_dim, itemsize)  # fp32 as three tf32 products: each operand is held twice
+    return Tiles(64, 16 if 90 <= target.capability < 100 else 32, num_warps=8, num_stages=2)
 
 
 def rotary_store_latent_launch(
@@ -74,11 +82,12 @@ def mla_attention_launches(
     meta: AttentionMetadata,
     scale: float,
     out: torch.Tensor,
+    target: GpuTarget,
 ) -> list[Launch]:
     """What `Ops.paged_mla_attention` runs, in order. Only host-side numbers decide the grids: no sync."""
     num_seqs = meta.seq_lens.shape[0]
     num_decodes = num_seqs if meta.max_query_len == 1 else meta.num_decodes
-    step = _Step(q, q_rope, pages, meta, scale, out, num_decodes)
+    step = _Step(q, q_rope, pages, meta, scale, out, target, num_decodes)
     launches = step.decode() if num_decodes else []
     if num_decodes < num_seqs:
         launches.append(step.prefill())
@@ -95,6 +104,7 @@ class _Step:
     meta: AttentionMetadata
     scale: float
     out: torch.Tensor
+    target: GpuTarget
     num_decodes: int
 
     def __post_init__(self) -> None:
@@ -105,21 +115,18 @@ class _Step:
             require_dense(x, first_axis=1)
 
     @property
-    def tiles(self) -> Tiles:
-        return latent_tiles(self.q.shape[2], self.q.element_size())
-
-    @property
     def group(self) -> int:
         """Heads of a head block."""
-        return min(self.q.shape[1], self.tiles.block_m)
+        return min(self.q.shape[1], MAX_GROUP)
 
     def decode(self) -> list[Launch]:
         """One program per (sequence, head block, segment); with more than one segment, the merge after it."""
         _, heads, latent = self.q.shape
+        tiles = decode_tiles(latent, self.q.element_size())
         splits = max_segments(self.meta.max_seq_len)
         grid = (self.num_decodes, cdiv(heads, self.group), splits)
         if splits == 1:
-            return [self._attention(grid, self.out, None, decode=True)]
+            return [self._attention(grid, tiles, self.out, None, decode=True)]
         rows = (self.num_decodes, heads, splits)
         partial_out = torch.empty((*rows, latent), dtype=torch.float32, device=self.q.device)
         partial_lse = torch.empty(rows, dtype=torch.float32, device=self.q.device)
@@ -140,25 +147,26 @@ class _Step:
                 "NUM_HEADS": heads,
                 "HEAD_DIM": latent,
                 "PADDED_DIM": padded_dim(latent),
-                "TILE_N": self.tiles.tile_n,
+                "TILE_N": tiles.tile_n,
                 "HAS_WINDOW": False,
             },
             num_warps=2,
             num_stages=4,
         )
-        return [self._attention(grid, partial_out, partial_lse, decode=True), merge]
+        return [self._attention(grid, tiles, partial_out, partial_lse, decode=True), merge]
 
     def prefill(self) -> Launch:
         """One program per (block of query tokens, head block) of the sequences after the decodes."""
-        tokens, heads, _ = self.q.shape
+        tokens, heads, latent = self.q.shape
+        tiles = prefill_tiles(latent, self.q.element_size(), self.target)
         num_seqs = self.meta.seq_lens.shape[0] - self.num_decodes
-        blocks = (tokens - self.num_decodes) // (self.tiles.block_m // self.group) + num_seqs
-        return self._attention((blocks, cdiv(heads, self.group), 1), self.out, None, decode=False)
+        blocks = (tokens - self.num_decodes) // (tiles.block_m // self.group) + num_seqs
+        return self._attention((blocks, cdiv(heads, self.group), 1), tiles, self.out, None, decode=False)
 
     def _attention(
-        self, grid: tuple[int, int, int], out: torch.Tensor, lse: torch.Tensor | None, *, decode: bool
+        self, grid: tuple[int, int, int], tiles: Tiles, out: torch.Tensor, lse: torch.Tensor | None, *, decode: bool
     ) -> Launch:
-        q, q_rope, meta, tiles = self.q, self.q_rope, self.meta, self.tiles
+        q, q_rope, meta = self.q, self.q_rope, self.meta
         latent, rope = q.shape[2], q_rope.shape[2]
         return Launch(
             mla_kernels.mla_attention_kernel,

@@ -199,7 +199,7 @@ class TritonOps(Ops):
         self, q: torch.Tensor, q_rope: torch.Tensor, pages: KVPages, meta: AttentionMetadata, scale: float
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for launch in mla_attention_launches(q, q_rope, pages, meta, scale, out):
+        for launch in mla_attention_launches(q, q_rope, pages, meta, scale, out, self._target):
             launch.run()
         return out
 

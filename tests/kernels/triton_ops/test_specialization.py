@@ -25,6 +25,15 @@ def test_longer_sequences_run_the_same_split_decode(launch: int) -> None:
     assert len(variants) == 1
 
 
+@pytest.mark.parametrize(("decode", "launch"), [(False, 0), (True, 0), (True, 1)], ids=["prefill", "decode", "merge"])
+def test_longer_sequences_run_the_same_latent_attention(decode: bool, launch: int) -> None:
+    variants = {
+        specialised_source(budgets.latent_case(16, decode=decode, max_seq_len=length, index=launch)(SM90)).hash()
+        for length in (257 * 16, 1024)
+    }
+    assert len(variants) == 1
+
+
 @pytest.mark.parametrize("launch", [0, 1, 2], ids=["maxima", "masses", "draw"])
 def test_any_number_of_rows_is_drawn_by_the_same_kernels(launch: int) -> None:
     variants = {

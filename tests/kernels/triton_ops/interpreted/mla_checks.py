@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from shoal.kernels.triton_ops.launch import SM80
 from shoal.kernels.triton_ops.mla import mla_attention_launches
 
 LATENT = Path(__file__).resolve().parents[2] / "latent.py"
@@ -97,7 +98,7 @@ def test_a_captured_step_s_padding_writes_nothing(triton_ops, reference, latent)
     pages, meta = stored_by_reference(ops, reference, batch), batch.meta({0: (299, 300), 1: (39, 40)})
     meta.query_start = torch.tensor([0, 1, 1], dtype=torch.int32)
     out = torch.full((2, 4, 32), 7.0)
-    for launch in mla_attention_launches(torch.ones(2, 4, 32), torch.ones(2, 4, 16), pages, meta, 0.1, out):
+    for launch in mla_attention_launches(torch.ones(2, 4, 32), torch.ones(2, 4, 16), pages, meta, 0.1, out, SM80):
         launch.run()
     assert (out[1] == 7.0).all()
     assert not (out[0] == 7.0).any()
