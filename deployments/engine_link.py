@@ -142,7 +142,8 @@ class EngineLink:
     async def _submit_shielded(self, sending: Coroutine[Any, Any, None], ids: list[str]) -> None:
         task, breaks = self._end.spawn(sending), self._breaks
         try:
-            await asyncio.wait([task, breaks], return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, breaks}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise EngineDeadError(f"The engine was given up: {breaks.result()}.")
             await task
