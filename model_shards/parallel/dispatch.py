@@ -39,10 +39,10 @@ class Arrivals:
     """[received, hidden], slot by slot."""
     starts: torch.Tensor
     """int32 [slots of this rank + 1]: rows starts[s] : starts[s + 1] are for its s-th slot."""
+    places: torch.Tensor
+    """int64 [n, k]: where the answers to this rank's own rows will be in what `answer` gives."""
     _order: torch.Tensor
     """Where each of `rows` was as it arrived, rank by rank."""
-    _departure: torch.Tensor
-    """Where each row that this rank sent was before it was sorted."""
     _sent: list[int]
     _received: list[int]
     """Rows to and from each rank."""
@@ -70,11 +70,9 @@ class ExpertDispatch:
         each = torch.arange(num_slots, device=x.device).repeat(ranks)
         order, starts = sort_by_slot(torch.repeat_interleave(each, arriving, output_size=len(rows)), num_slots)
         self.rows.update(sent=sum(sent), received=sum(received))
-        return Arrivals(rows[order], starts, order, departure, sent, received)
+        return Arrivals(rows[order], starts, inverse(departure).view(slots.shape), order, sent, received)
 
     def answer(self, arrivals: Arrivals, results: torch.Tensor) -> torch.Tensor:
         """results [received, hidden], one for each of `arrivals.rows` -> [n * k, hidden]: those of the rows that this
-        rank sent, the k of a row beside each other. On all ranks of the stage."""
-        ordered = results[inverse(arrivals._order)]
-        back = self._context.all_to_all(ordered, arrivals._received, arrivals._sent)
-        return back[inverse(arrivals._departure)]
+        rank sent, at `arrivals.places`. On all ranks of the stage."""
+        return self._context.all_to_all(results[inverse(arrivals._order)], arrivals._received, arrivals._sent)

@@ -53,7 +53,8 @@ class ExpertMLP:
         x, expert_ids, weights = (self.context.whole_rows(each) for each in (x, expert_ids, weights))
         order, starts = sort_by_slot(expert_ids.flatten(), self.num_experts)
         results = self.slots(x[order // expert_ids.shape[1]], starts)
-        return self.context.sum_rows(_weighted_sum(results[inverse(order)], weights).to(x.dtype))
+        places = inverse(order).view(expert_ids.shape)
+        return self.context.sum_rows(self.slots.ops.combine_experts(results, places, weights))
 
 
 class ExpertSlots:
@@ -117,7 +118,7 @@ class ParallelExperts:
         arrivals = self.dispatch.send(x[mine], self._slots_of(ids))
         results = self.dispatch.answer(arrivals, self.slots(arrivals.rows, arrivals.starts))
         out = x.new_zeros((held, x.shape[1]))
-        out[: len(ids)] = _weighted_sum(results, weights)
+        out[: len(ids)] = self.slots.ops.combine_experts(results, arrivals.places, weights)
         return out if self._context.rows.scattered else self._context.all_gather(out, dim=0)[: len(x)]
 
     def _share(self, num_rows: int) -> tuple[slice, int]:
@@ -134,13 +135,3 @@ class ParallelExperts:
         of one row a rank would else all meet in the first."""
         row = torch.arange(len(expert_ids), device=expert_ids.device)[:, None] + self._context.index("expert")
         return self._slot_table[expert_ids, row % self._num_slots[expert_ids]]
-
-
-def _weighted_sum(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """results [n * k, hidden], weights fp32 [n, k] -> fp32 [n, hidden]. One choice after the other, since a reduction
-    may take them in an order that depends on n; each product and sum rounds on its own."""
-    results = results.view(*weights.shape, results.shape[1])
-    total = results[:, 0].float() * weights[:, 0:1]
-    for choice in range(1, weights.shape[1]):
-        total += results[:, choice].float() * weights[:, choice : choice + 1]
-    return total
