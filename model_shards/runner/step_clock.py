@@ -1,5 +1,4 @@
-"""How a rank spends its time, which says whether a pipeline is balanced. For logs and metrics: nothing is decided by it.
-"""
+"""How a rank spends its time, which says whether a pipeline is balanced. For logs and metrics: it decides nothing."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shoal.configs.schema import EngineConfig
 from shoal.model_shards.engine.build import build_engine
 from shoal.model_shards.engine.engine import Engine
 from shoal.model_shards.engine.parts import SchedulerParts
-from shoal.model_shards.engine.request import FinishReason, Request
+from shoal.model_shards.engine.request import FinishReason, Request, RequestDelta
 from shoal.model_shards.engine.scheduler import Scheduler
 from shoal.model_shards.sampling.params import SamplingParams
 
@@ -31,25 +31,38 @@ DEFAULTS: dict[str, Any] = {
     "kv_cache_memory": "4MiB",
 }
 TIED = {"tie_word_embeddings": True}
+SMALL = 10
+"""Blocks of a pool that is too small for what runs."""
+
+
+def mesh(block_kib: int, **settings: Any) -> dict[str, Any]:
+    """`block_kib`: KiB of one block on a rank."""
+    return {"kv_cache_memory": f"{SMALL * block_kib}KiB", **settings}
+
+
 MESHES = [
-    pytest.param("llama", {**TIED, "num_hidden_layers": 4}, {"pipeline_parallel_size": 2}, id="pp2-tied"),
-    pytest.param("qwen3", {}, {"pipeline_parallel_size": 3}, id="pp3"),
-    pytest.param("llama", {}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="tp2-pp2"),
-    pytest.param("qwen3_moe", {}, {"data_parallel_size": 2, "expert_parallel": True}, id="dp2-ep2"),
+    pytest.param("llama", {**TIED, "num_hidden_layers": 4}, mesh(8, pipeline_parallel_size=2), id="pp2-tied"),
+    pytest.param("qwen3", {}, mesh(8, pipeline_parallel_size=3), id="pp3"),
+    pytest.param("llama", {}, mesh(4, tensor_parallel_size=2, pipeline_parallel_size=2), id="tp2-pp2"),
+    pytest.param("qwen3_moe", {}, mesh(24, data_parallel_size=2, expert_parallel=True), id="dp2-ep2"),
     pytest.param(
         "qwen3_moe",
         {},
-        {
-            "data_parallel_size": 2,
-            "tensor_parallel_size": 2,
-            "expert_parallel": True,
-            "num_redundant_experts": 4,
-            "expert_rebalance_interval": 5,
-        },
+        mesh(
+            12,
+            data_parallel_size=2,
+            tensor_parallel_size=2,
+            expert_parallel=True,
+            num_redundant_experts=4,
+            expert_rebalance_interval=5,
+        ),
         id="dp2-tp2-ep4-moving",
     ),
     pytest.param(
-        "qwen3_moe", {}, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "expert_parallel": True}, id="dp2-pp2"
+        "qwen3_moe",
+        {},
+        mesh(16, data_parallel_size=2, pipeline_parallel_size=2, expert_parallel=True),
+        id="dp2-pp2",
     ),
 ]
 
@@ -68,11 +81,11 @@ def parts_of(engine: Engine) -> list[Scheduler]:
 def requests(prefix: str) -> list[Request]:
     """More than run at once, of all lengths; greedy and seeded, forked, scored, and such as only score."""
     made = []
-    for i in range(24):
-        prompt = [(7 * i + 3 * position) % 320 for position in range([3, 1, 40, 17, 90][i % 5])]
+    for i in range(18):
+        prompt = [(7 * i + 3 * position) % 320 for position in range([3, 1, 30, 17, 80][i % 5])]
         sampling = SamplingParams(
             temperature=0.0 if i % 3 else 0.8,
-            max_tokens=[12, 5, 20][i % 3],
+            max_tokens=[14, 5, 36][i % 3],
             ignore_eos=True,
             n=2 if i % 8 == 1 else 1,
             logprobs=2 if i % 4 == 0 else None,
@@ -97,6 +110,30 @@ def answers(kit: ModuleType, engine: Engine, asked: list[Request]) -> dict[tuple
     keys = [(request.request_id, index) for request in asked for index in range(request.sampling.n)]
     assert {sink.reason(*key) for key in keys} == {FinishReason.LENGTH}
     return {(name[1:], index): sink.tokens(name, index) for name, index in keys}
+
+
+def leave_early(kit: ModuleType, engine: Engine) -> Callable[[], None]:
+    """Requests that are aborted when they have three tokens; call the result to wait for their end."""
+
+    class Leaver(kit.Collector):  # type: ignore[name-defined, misc]
+        def deliver(self, deltas: list[RequestDelta]) -> None:
+            super().deliver(deltas)
+            for delta in deltas:
+                if delta.num_output_tokens >= 3 and delta.finish_reason is None:
+                    engine.abort(delta.request_id)
+
+    sink, names = Leaver(), [f"leaver {i}" for i in range(6)]
+    for i, name in enumerate(names):
+        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        engine.submit(Request(name, [i] * (10 * i + 5), sampling, seed=0), sink)
+
+    def wait() -> None:
+        for name in names:
+            sink.wait(name, timeout=300)
+        assert {sink.reason(name) for name in names} == {FinishReason.ABORT}
+        assert all(3 <= len(sink.tokens(name)) < 60 for name in names)
+
+    return wait
 
 
 def check_all_blocks_are_back(engine: Engine) -> None:
@@ -135,7 +172,9 @@ def test_a_mesh_answers_as_one_rank_does(
     expected = of_one_rank(path)
     engine = start(path, **mesh)
     try:
+        wait_for_leavers = leave_early(kit, engine)
         assert answers(kit, engine, requests("a")) == expected
+        wait_for_leavers()
         # One request alone: other parts have nothing to do, and most of a pipeline neither.
         (one,) = [request for request in requests("b") if request.request_id == "b2"]
         assert answers(kit, engine, [one]) == {("2", 0): expected["2", 0]}
@@ -143,7 +182,8 @@ def test_a_mesh_answers_as_one_rank_does(
         stats = engine.stats()
         assert stats.kv_blocks == stats.kv_blocks_free == sum(part.kv.num_total_blocks for part in parts_of(engine))
         assert (stats.num_running, stats.num_waiting, stats.num_live_requests) == (0, 0, 0)
-        assert stats.output_tokens_total == sum(map(len, expected.values())) + len(expected["2", 0])
+        assert stats.output_tokens_total > sum(map(len, expected.values())) + len(expected["2", 0])
+        assert stats.preemptions_total > 0
         assert all(part.counters.output_tokens > 0 for part in parts_of(engine))
         assert ("layers were rebalanced" in caplog.text) == ("expert_rebalance_interval" in mesh)
     finally:
