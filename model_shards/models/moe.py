@@ -38,10 +38,12 @@ class MoE:
         self.shared = None
         if self.config.shared_size:
             self.shared = MLP(load, config, names.shared, self.config.shared_size)
-        self.ops = load.ops
+        self.ops, self.context = load.ops, load.context
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, hidden] -> [n, hidden]; n may be 0."""
+        """x [n, hidden] -> [n, hidden], n being the rows that the rank holds; n may be 0."""
+        if self.experts.parallel is None:  # every rank works on every row: they come together once
+            x = self.context.whole_rows(x)
         expert_ids, weights = select_experts(self.ops.router_logits(x, self.router), self.selection_bias, self.config)
         chosen = self.experts(x, expert_ids, weights)
         return chosen if self.shared is None else chosen + self.shared(x)

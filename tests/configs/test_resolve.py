@@ -81,6 +81,19 @@ def test_contradictions_are_refused(config: EngineConfig, param: str, message: s
     assert caught.value.param == param
 
 
+def test_sequence_parallelism_begins_beyond_captured_decodes() -> None:
+    assert resolve_engine(EngineConfig(model="m"), LAPTOP).sequence_parallel_min_tokens == 64
+    assert resolve_engine(EngineConfig(model="m"), GPU_BOX).sequence_parallel_min_tokens == 1024
+    many = EngineConfig(model="m", max_num_seqs=2000)
+    assert resolve_engine(many, GPU_BOX).sequence_parallel_min_tokens == 2001
+    never = EngineConfig(model="m", sequence_parallel_min_tokens=0)
+    assert resolve_engine(never, GPU_BOX).sequence_parallel_min_tokens == 0
+    early = EngineConfig(model="m", sequence_parallel_min_tokens=256)
+    assert resolve_engine(early, LAPTOP).sequence_parallel_min_tokens == 256
+    with pytest.raises(ConfigError, match="sequence_parallel_min_tokens=256 must be more than max_num_seqs=256"):
+        resolve_engine(early, GPU_BOX)
+
+
 def test_it_is_frozen() -> None:
     settings = resolve_engine(EngineConfig(model="m"), LAPTOP)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -60,7 +60,7 @@ class Result:
     logits: torch.Tensor | None = None
     """Of every row of the prompts' step, where the sampling rank computed them all."""
     alone: torch.Tensor | None = None
-    """Of the first prompt, alone in its step."""
+    """Of the second prompt, alone in its step; four ranks cannot share its 50 rows out evenly."""
     prefill: Counter[str] = field(default_factory=Counter)
     """Bytes sent in the step of all prompts, by operation."""
     decode: Counter[str] = field(default_factory=Counter)
@@ -123,7 +123,7 @@ def run(job: Job, context: ParallelContext) -> Result:
         execute(plays.decode_plan(lengths))
     result.decode = +context.traffic
     result.tokens = [drawn[seq_id] for seq_id in range(len(PROMPTS))] if runner.samples else []
-    execute(replace(plays.prefill_plans({100: PROMPTS[0]})[0], removed=list(drawn)))
+    execute(replace(plays.prefill_plans({100: PROMPTS[1]})[0], removed=list(drawn)))
     result.alone = logits_of(runner, hidden[-1])
     while runner._unreceived:  # of the last steps; the next runner has the same way to its peers
         context.receive_tokens(len(runner._unreceived.popleft()))

@@ -30,6 +30,17 @@ assert context.all_gather(mine).tolist() == [[1, 2, 2, 4]]
 gathered = context.gather(mine)
 assert (gathered is None) if rank else (gathered.tolist() == [[1, 2, 2, 4]])
 assert context.all_reduce(mine).tolist() == [[3, 6]]
+rows = torch.arange(10.0).view(5, 2)
+context.begin_step(5, scatter_from=4)
+share = context.sum_rows(rows * (rank + 1))
+assert share.shape == (3, 2)  # the last of the second rank is padding
+assert context.whole_rows(share).equal(3 * rows)
+assert context.whole_rows(rows) is rows
+for index in ([4, 0], [], [0, 1, 2, 3, 4]):  # few rows, none, and so many that all are gathered
+    assert context.pick_rows(share, torch.tensor(index, dtype=torch.int64)).equal(3 * rows[index])
+context.begin_step(3, scatter_from=4)
+assert context.sum_rows(rows[:3] * (rank + 1)).equal(3 * rows[:3])
+assert context.tell_all(("rank", rank)) == [("rank", 0), ("rank", 1)]
 if rank == 0:
     for step in range(5):  # nobody waits for them yet
         context.send_tokens([step, step + 1])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shoal.kernels.ops import Ops
+from shoal.kernels.reference.ops import ReferenceOps
 from shoal.kernels.registry import select_ops
 from shoal.model_shards.parallel.context import ParallelContext
 from shoal.model_shards.parallel.embedding import VocabShard
@@ -152,12 +153,22 @@ def test_ten_thousand_draws_are_those_from_whole_rows(size: int) -> None:
     assert drawn > 10_000
 
 
+class DeviceOps(ReferenceOps):
+    device_sampling = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.float32)
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_numpy_draws_alike(size: int) -> None:
-    """Where there is no native unit."""
-    logits, states = rows_like_text(300, 5), states_of(FEW_CANDIDATES + CUTS + WHOLE, 300, 5)
-    expected = Sampler((2,)).sample(logits.clone(), states)
-    assert sample_sharded(logits, states, size, None)[0] == expected
+@pytest.mark.parametrize("on_device", [False, True])
+def test_other_ways_to_draw(size: int, on_device: bool) -> None:
+    """In numpy, where there is no native unit, and by the operator where the logits lie."""
+    ops = DeviceOps() if on_device else None
+    for seed, kinds in ((5, FEW_CANDIDATES + CUTS), (6, FEW_CANDIDATES + CUTS + WHOLE)):
+        logits, states = rows_like_text(200, seed), states_of(kinds, 200, seed)
+        expected = Sampler((2,), ops).sample(logits.clone(), states)
+        assert sample_sharded(logits, states, size, ops)[0] == expected
 
 
 def test_candidates_of_greedy_rows_are_all_that_travels() -> None:
