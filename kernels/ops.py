@@ -194,6 +194,17 @@ class Ops(ABC):
                 out[start:stop] = self.linear(x[start:stop], weight.weights[group])
         return out
 
+    def group_rows(
+        self, x: torch.Tensor, groups: torch.Tensor, num_groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows on their way to the groups (experts) that they chose: x [n, width], groups int64 [n, k] of `num_groups`
+        -> (rows [n * k, width], group by group and in the order of x within one; int32 [num_groups + 1]: where each
+        group's begin and end, as `grouped_linear` wants it; int64 [n, k]: where each choice's row went)."""
+        ordered, order = torch.sort(groups.flatten(), stable=True)
+        starts = torch.searchsorted(ordered, torch.arange(num_groups + 1, device=x.device), out_int32=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return x[order // groups.shape[1]], starts, places.view(groups.shape)
+
     def combine_experts(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What its experts made of each row, weighted and summed: results [m, hidden], places int64 [n, k] (rows of
         `results`), weights fp32 [n, k] -> [n, hidden] in the dtype of `results`, summed in fp32. One choice after the

@@ -30,6 +30,10 @@ def check_groups(group_starts: torch.Tensor, num_rows: int) -> None:
         raise IndexError(f"group starts {starts} do not ascend from 0 to at most {num_rows} rows")
 
 
+def check_experts(index: torch.Tensor, end: int) -> None:
+    _check_range("expert or its row", index, end)
+
+
 def check_attention(meta: AttentionMetadata, pages: KVPages, num_tokens: int, *, keyless: bool = False) -> None:
     """Raises IndexError unless every block that a sequence reaches is in the pool, and every query is a token; with
     `keyless` there may be queries before the first key."""

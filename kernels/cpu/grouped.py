@@ -1,4 +1,5 @@
-"""Matrices of groups (experts), each packed as that of a linear weight, multiplied by one native call."""
+"""Matrices of groups (experts), each packed as that of a linear weight, multiplied by one native call; and how rows
+come to their groups and back (`experts.cpp`)."""
 
 from __future__ import annotations
 
@@ -45,3 +46,31 @@ class PackedQuantizedGroups(PackedGroups):
             self._code, x.data_ptr(), x.stride(0), self._addresses, starts.data_ptr(), self.num_groups, out.data_ptr(),
             self.out_features, self.in_features, torch.get_num_threads(),
         )  # fmt: skip
+
+
+def group_rows(
+    native: Native, x: torch.Tensor, groups: torch.Tensor, num_groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Ops.group_rows` of x with contiguous columns and contiguous `groups`."""
+    (count, width), choices = x.shape, groups.shape[1]
+    assert (groups.shape, groups.dtype) == ((count, choices), torch.int64), (groups.shape, groups.dtype)
+    out, places = torch.empty((count * choices, width)), torch.empty((count, choices), dtype=torch.int64)
+    starts = torch.empty((num_groups + 1,), dtype=torch.int32)
+    native.group_rows(
+        x.data_ptr(), x.stride(0), width, groups.data_ptr(), count, choices, num_groups, out.data_ptr(),
+        places.data_ptr(), starts.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out, starts, places
+
+
+def combine_experts(native: Native, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`Ops.combine_experts` of contiguous tensors."""
+    (count, choices), width = places.shape, results.shape[1]
+    assert (places.dtype, weights.dtype, results.dtype) == (torch.int64, torch.float32, torch.float32)
+    assert weights.shape == places.shape, (weights.shape, places.shape)
+    out = torch.empty((count, width))
+    native.combine_experts(
+        results.data_ptr(), width, places.data_ptr(), weights.data_ptr(), count, choices, out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out

@@ -24,6 +24,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quantized_linear": (_I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
     "grouped_linear": (_P, _L, _P, _I, _P, _L, _P, _L, _L, _I),
     "grouped_quantized_linear": (_I, _P, _L, _P, _P, _L, _P, _L, _L, _I),
+    "group_rows": (_P, _L, _L, _P, _L, _L, _L, _P, _P, _P, _I),
+    "combine_experts": (_P, _L, _P, _P, _L, _L, _P, _I),
     "rms_norm": (_P, _L, _P, _L, _P, _F, _P, _P, _L, _L, _I),
     "head_rms_norm": (_P, _L, _P, _F, _P, _L, _L, _L, _I),
     "rotary": (_P, _L, _L, _P, _L, _L, _P, _P, _L, _L, _I),
@@ -55,6 +57,8 @@ class Native:
     quantized_linear: Callable[..., None]
     grouped_linear: Callable[..., None]
     grouped_quantized_linear: Callable[..., None]
+    group_rows: Callable[..., None]
+    combine_experts: Callable[..., None]
     rms_norm: Callable[..., None]
     head_rms_norm: Callable[..., None]
     rotary: Callable[..., None]

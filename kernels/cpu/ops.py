@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shoal.kernels.capture import Capturer
-from shoal.kernels.cpu import checks, mla
+from shoal.kernels.cpu import checks, grouped, mla
 from shoal.kernels.cpu.grouped import PackedGroups, PackedQuantizedGroups
 from shoal.kernels.cpu.native import Native
 from shoal.kernels.cpu.program import CpuCapturer
@@ -128,6 +128,18 @@ class CpuOps(Ops):
         out = torch.empty((len(rows), weight.out_features))
         weight.multiply(rows, group_starts, out)
         return out
+
+    def group_rows(
+        self, x: torch.Tensor, groups: torch.Tensor, num_groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._checked:
+            checks.check_experts(groups, num_groups)
+        return grouped.group_rows(self._native, _as_rows(x), groups.contiguous(), num_groups)
+
+    def combine_experts(self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._checked:
+            checks.check_experts(places, len(results))
+        return grouped.combine_experts(self._native, results.contiguous(), places.contiguous(), weights.contiguous())
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert x.shape[-1] == weight.in_features, (x.shape, weight.in_features)

@@ -76,6 +76,26 @@ def test_each_group_of_rows_meets_its_own_matrix(ops: Ops, counts: list[int]) ->
         start += count
 
 
+@pytest.mark.parametrize(("rows", "choices", "num_groups"), [(1, 2, 3), (40, 3, 5), (7, 1, 20), (0, 2, 4)])
+def test_rows_go_to_their_groups_and_come_back(ops: Ops, rows: int, choices: int, num_groups: int) -> None:
+    wide = torch.randn(rows, 30)
+    x, groups = wide[:, 3:22], torch.rand(rows, num_groups).argsort(dim=1)[:, :choices]
+    out, starts, places = ops.group_rows(x, groups, num_groups)
+    pairs = sorted((int(group), row) for row in range(rows) for group in groups[row])
+    assert torch.equal(out, x[[row for _, row in pairs]])
+    assert (starts.dtype, starts[0], starts[-1]) == (torch.int32, 0, rows * choices)
+    assert [group for group in range(num_groups) for _ in range(starts[group], starts[group + 1])] == [
+        group for group, _ in pairs
+    ]
+    assert all(pairs[places[row, c]] == (groups[row, c], row) for row in range(rows) for c in range(choices))
+
+    weights = torch.rand(rows, choices)
+    combined = ops.combine_experts(out, places, weights)
+    torch.testing.assert_close(combined, x * weights.sum(dim=1, keepdim=True))
+    if rows > 1:
+        assert torch.equal(ops.combine_experts(out, places[:1], weights[:1]), combined[:1])
+
+
 def test_no_rows_at_all_are_grouped(ops: Ops) -> None:
     assert grouped(ops, [0, 0])[2].shape == (0, 7)
 
