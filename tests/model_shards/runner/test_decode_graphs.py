@@ -115,9 +115,9 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tiny_checkpoint: TinyCheckp
 class TwoRanks(ParallelContext):
     """Of two tensor-parallel ranks, as far as capturing asks: the other one captured `others` of the sizes."""
 
-    def __init__(self, others: int, *, queues: bool = True) -> None:
+    def __init__(self, others: int, *, queues: bool = True, expert_parallel: bool = False) -> None:
         super().__init__(MeshPosition())
-        self.position = MeshShape(tp_size=2).position(0)
+        self.position = MeshShape(tp_size=2, expert_parallel=expert_parallel).position(0)
         self._others, self._queues = others, queues
 
     @property
@@ -143,12 +143,16 @@ def test_ranks_of_a_stage_have_all_programs_or_none(
     assert len(graphs) == programs
 
 
-def test_sums_that_wait_in_the_host_are_not_captured(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
+@pytest.mark.parametrize("context", [TwoRanks(9, queues=False), TwoRanks(9, expert_parallel=True)])
+def test_what_waits_in_the_host_is_not_captured(
+    tiny_checkpoint: TinyCheckpoint, driver: ModuleType, context: ParallelContext
+) -> None:
+    """Sums over gloo; and rows that travel to experts, whose numbers the host must know."""
     runner = driver.make_runner(tiny_checkpoint("llama"), max_num_seqs=4)
     capturer = driver.Repeater()
     runner.model.ops.capturer = lambda _: capturer
     inputs = DeviceInputs(runner.settings, runner.config.vocab_size, runner.device)
-    DecodeGraphs(runner.model, runner.pages, inputs, TwoRanks(9, queues=False), [1, 2, 4]).prepare()
+    DecodeGraphs(runner.model, runner.pages, inputs, context, [1, 2, 4]).prepare()
     assert capturer.captures == 0
 
 
