@@ -49,10 +49,11 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each layer's matrices; on one node, since they talk after every matrix."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Stages that share the layers out."""
+    """Stages that share the layers out. As many micro-batches take turns in them, so that all are busy when so many
+    sequences run."""
     data_parallel_size: int = Field(default=1, ge=1)
-    """Parts that share the sequences out, each with a KV cache of its own; for models of experts, whose experts the
-    parts have in common (with expert_parallel)."""
+    """Parts that share the sequences out, each with KV memory and limits of its own; for models of experts, whose
+    experts the parts have in common (with expert_parallel)."""
     context_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the tokens of each sequence out: its prompt's attention and its KV cache."""
     expert_parallel: bool = False
@@ -70,9 +71,10 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of one sequence, prompt and output. None: the model's context, or what the KV cache can hold."""
     max_num_seqs: int | None = Field(default=None, ge=1)
-    """Most sequences that run at once. None: 64 on a CPU, 256 on a GPU."""
+    """Most sequences that run at once, in each data-parallel part. None: 64 on a CPU, 256 on a GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Token budget of one step; at least max_num_seqs. None: 256 on a CPU, 8192 on a GPU."""
+    """Token budget of one step, for each data-parallel part (with stages: of one micro-batch); at least max_num_seqs.
+    None: 256 on a CPU, 8192 on a GPU."""
     target_itl_ms: float | None = Field(default=None, ge=0)
     """Milliseconds between two tokens of a running sequence: pieces of prompts that join it in a step are cut so that
     the step takes no longer, as far as measured steps tell. But pieces get at least as much of a step as its decodes
