@@ -18,7 +18,7 @@ import torch
 from shoal.kernels.ops import GroupedWeight
 from shoal.model_shards.models.config import ModelConfig
 from shoal.model_shards.models.shapes import expert_projections
-from shoal.model_shards.parallel.dispatch import ExpertDispatch, inverse, sort_by_slot
+from shoal.model_shards.parallel.dispatch import ExpertDispatch
 from shoal.model_shards.parallel.eplb import Placement
 from shoal.model_shards.parallel.loader import WeightLoader
 from shoal.model_shards.parallel.split import split_evenly
@@ -51,10 +51,9 @@ class ExpertMLP:
         if self.parallel is not None:
             return self.parallel(x, expert_ids, weights)
         x, expert_ids, weights = (self.context.whole_rows(each) for each in (x, expert_ids, weights))
-        order, starts = sort_by_slot(expert_ids.flatten(), self.num_experts)
-        results = self.slots(x[order // expert_ids.shape[1]], starts)
-        places = inverse(order).view(expert_ids.shape)
-        return self.context.sum_rows(self.slots.ops.combine_experts(results, places, weights))
+        ops = self.slots.ops
+        rows, starts, places = ops.group_rows(x, expert_ids, self.num_experts)
+        return self.context.sum_rows(ops.combine_experts(self.slots(rows, starts), places, weights))
 
 
 class ExpertSlots:
