@@ -36,9 +36,9 @@ class StripedMetadata(AttentionMetadata):
 
     num_replicated: int
     """They are the first rows."""
-    parts: list[torch.Tensor]
-    """[num_replicated] int64 for each rank: where each replicated row's parts lie among those of all ranks (rank after
-    rank), in the order in which they are merged."""
+    parts: torch.Tensor
+    """[ranks, num_replicated] int64: where each replicated row's parts lie among those of all ranks (rank after rank),
+    in the order in which they are merged."""
     ring: RingPages | RingQueries | None
     """How the other rows attend, if there are any."""
 

@@ -72,7 +72,7 @@ class RingQueries:
         travelling = q.new_zeros((max(self.rows), num_heads, head_dim))
         travelling[:count] = q
         parts = q.new_empty((sum(self.rows), num_heads, head_dim + 1), dtype=torch.float32)
-        of_home = parts.split(self.rows)
+        of_home = torch.split_with_sizes(parts, self.rows)
         for turn, meta in enumerate(self.turns):
             arriving = context.start_shift(travelling) if turn + 1 < size else None
             home = (index - turn) % size

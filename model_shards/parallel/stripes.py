@@ -60,6 +60,12 @@ class Strands:
         return int((np.diff(self.start) == 1).sum())
 
     @classmethod
+    def of_single_rows(cls, positions: LongArray) -> Strands:
+        """Of a step whose chunks have one row each."""
+        rows = np.arange(len(positions))
+        return cls(rows, np.arange(len(rows) + 1), rows, positions)
+
+    @classmethod
     def of(cls, rows: LongArray, chunk_of_row: LongArray, positions: LongArray, size: int) -> Strands:
         """`rows`: which of the step's, ascending; `chunk_of_row`, `positions`: of all of them; `size`: stripes."""
         chunks, places = chunk_of_row[rows], positions[rows]

@@ -65,11 +65,16 @@ class StripedBatch:
         lengths = np.diff(batch.query_start)
         self._chunk_of_row = np.repeat(np.arange(len(lengths)), lengths)
         self._is_striped = (lengths >= MIN_STRIPED_ROWS * stripes.size)[self._chunk_of_row]
-        self.replicated = self._strands(np.flatnonzero(~self._is_striped))
-        self.striped = [self._striped(stripe) for stripe in range(stripes.size)]
-        """The strands of each rank."""
-        self.rows: LongArray = np.concatenate((self.replicated.rows, self.striped[stripes.index].rows))
+        if len(self._positions) == len(lengths):  # decodes only: the usual step
+            self.replicated = Strands.of_single_rows(self._positions)
+        else:
+            self.replicated = self._strands(np.flatnonzero(~self._is_striped))
+        self.striped = [self._striped(stripe) for stripe in range(stripes.size)] if self._is_striped.any() else []
+        """The strands of each rank, if there are any."""
+        self.rows: LongArray = self.replicated.rows
         """Of the step: those that this rank computes, in its order."""
+        if self.striped:
+            self.rows = np.concatenate((self.rows, self.striped[stripes.index].rows))
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +91,7 @@ class StripedBatch:
         own = self._metadata(self.replicated, stripes.index, tables, placed, device)
         count = len(self.replicated.rows)
         homes = self._positions[self.replicated.rows] % stripes.size
-        parts = [(homes - turn) % stripes.size * count + np.arange(count) for turn in range(stripes.size)]
+        parts = (homes - np.arange(stripes.size)[:, None]) % stripes.size * count + np.arange(count)
         return token_ids, StripedMetadata(
             own.query_start,
             own.seq_lens,
@@ -97,8 +102,8 @@ class StripedBatch:
             own.max_seq_len,
             own.num_decodes,
             num_replicated=count,
-            parts=[_long(part, device) for part in parts],
-            ring=self._ring(placed, device) if self._is_striped.any() else None,
+            parts=_long(parts, device),
+            ring=self._ring(placed, device) if self.striped else None,
         )
 
     def bring_rows(self, context: ParallelContext, hidden: torch.Tensor, wanted: LongArray) -> torch.Tensor:

@@ -344,3 +344,10 @@ def test_short_pieces_and_decodes_are_on_every_rank() -> None:
     assert steps[0].rows[:2].tolist() == [0, everywhere + striped_rows(size) - 1], "decodes come first"
     striped = [set(step.rows[everywhere:].tolist()) for step in steps]
     assert sum(map(len, striped)) == len(set.union(*striped)) == striped_rows(size)
+
+
+def test_steps_of_single_rows_need_no_sorting() -> None:
+    positions = np.array([7, 3, 100])
+    quick, thorough = Strands.of_single_rows(positions), Strands.of(np.arange(3), np.arange(3), positions, 4)
+    for name in ("rows", "start", "chunks", "last"):
+        assert getattr(quick, name).tolist() == getattr(thorough, name).tolist()

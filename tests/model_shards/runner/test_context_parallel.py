@@ -183,6 +183,7 @@ def test_only_rows_that_are_read_come_to_the_sampling_rank(
     [
         ("mistral", MeshShape(cp_size=5), r"context_parallel_size 5 does not divide the sliding window of 24 tokens"),
         ("llama", MeshShape(cp_size=2, dp_size=2), r"context_parallel_size is 2, .* data_parallel_size above 1"),
+        ("deepseek_v3", MeshShape(cp_size=2), r"context_parallel_size is 2, .* multi-head latent attention"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
