@@ -41,7 +41,7 @@ _SCRIPTED_CONTEXT = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Loaded:
     """What differs between a real and a scripted model."""
 
     name: str
@@ -62,53 +62,53 @@ def build_engine(config: EngineConfig, metrics: MetricsSink | None = None, ranks
     ranks = ranks or ThisMachine()
     try:
         settings = resolve_engine(config, ranks.machine())
-        parts = _scripted(settings) if settings.model.startswith(SCRIPTED) else _real(settings, ranks)
+        loaded = _scripted(settings) if settings.model.startswith(SCRIPTED) else _real(settings, ranks)
     except BaseException:
         ranks.close()
         raise
     try:
-        return _assemble(settings, parts, metrics)
+        return _assemble(settings, loaded, metrics)
     except BaseException:
-        parts.executor.close()
+        loaded.executor.close()
         raise
 
 
-def _assemble(settings: ResolvedEngine, parts: _Parts, metrics: MetricsSink | None) -> Engine:
+def _assemble(settings: ResolvedEngine, loaded: _Loaded, metrics: MetricsSink | None) -> Engine:
     seq_ids = itertools.count()
-    schedulers = [_make_scheduler(settings, parts, seq_ids) for _ in range(settings.data_parallel_size)]
+    schedulers = [_make_scheduler(settings, loaded, seq_ids) for _ in range(settings.data_parallel_size)]
     return Engine(
-        parts.executor,
+        loaded.executor,
         schedulers[0] if len(schedulers) == 1 else SchedulerParts(schedulers),
-        parts.tokenizer,
+        loaded.tokenizer,
         EngineSettings(
-            model_name=settings.served_model_name or parts.name,
+            model_name=settings.served_model_name or loaded.name,
             admission=AdmissionLimits(settings.max_waiting_requests, settings.max_waiting_tokens),
             step_timeout_s=settings.step_timeout_s,
-            steps_in_flight=parts.steps_in_flight,
+            steps_in_flight=loaded.steps_in_flight,
         ),
         metrics=metrics,
-        memory_plan=parts.memory_plan,
+        memory_plan=loaded.memory_plan,
     )
 
 
-def _make_scheduler(settings: ResolvedEngine, parts: _Parts, seq_ids: Iterator[int]) -> Scheduler:
+def _make_scheduler(settings: ResolvedEngine, loaded: _Loaded, seq_ids: Iterator[int]) -> Scheduler:
     """Of one data-parallel part. Between two tokens of a sequence each micro-batch runs once."""
-    target_s = settings.target_itl_ms / 1e3 / parts.micro_batches
+    target_s = settings.target_itl_ms / 1e3 / loaded.micro_batches
     return Scheduler(
         SchedulerSettings(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_model_len=parts.max_model_len,
-            eos_token_ids=parts.eos_token_ids,
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
             prefill_chunk_size=settings.prefill_chunk_size,
             max_partial_prefills=settings.max_partial_prefills,
-            micro_batches=parts.micro_batches,
+            micro_batches=loaded.micro_batches,
         ),
         KVCacheManager(
-            parts.num_blocks,
+            loaded.num_blocks,
             settings.tokens_per_block,
             enable_prefix_caching=settings.enable_prefix_caching,
-            namespace=parts.namespace,
+            namespace=loaded.namespace,
         ),
         make_policy(settings.scheduling_policy),
         StepPacer(target_s) if target_s else None,
@@ -116,7 +116,7 @@ def _make_scheduler(settings: ResolvedEngine, parts: _Parts, seq_ids: Iterator[i
     )
 
 
-def _scripted(settings: ResolvedEngine) -> _Parts:
+def _scripted(settings: ResolvedEngine) -> _Loaded:
     from shoal.model_shards.executor.script_file import encode_scripts, read_script_file
     from shoal.model_shards.executor.scripted import ScriptedExecutor
     from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
@@ -129,7 +129,7 @@ def _scripted(settings: ResolvedEngine) -> _Parts:
     max_model_len = settings.max_model_len or _SCRIPTED_CONTEXT
     # Blocks without pages cost nothing: enough that no sequence ever waits for one.
     blocks_per_sequence = -(-max_model_len // settings.block_size)
-    return _Parts(
+    return _Loaded(
         name=path.stem,
         executor=executor,
         tokenizer=tokenizer,
@@ -141,7 +141,7 @@ def _scripted(settings: ResolvedEngine) -> _Parts:
     )
 
 
-def _real(settings: ResolvedEngine, ranks: RankSource) -> _Parts:
+def _real(settings: ResolvedEngine, ranks: RankSource) -> _Loaded:
     from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
     from shoal.model_shards.weights.open import open_checkpoint
     from shoal.model_shards.weights.sources import resolve_model
@@ -154,7 +154,7 @@ def _real(settings: ResolvedEngine, ranks: RankSource) -> _Parts:
     # The tokenizer before the weights: it is the quicker one to find something wrong.
     tokenizer = load_tokenizer(source)
     runner = _runner_settings(settings, source, max_model_len, plan.num_blocks, tokenizer.eos_token_ids)
-    return _Parts(
+    return _Loaded(
         name=source.name,
         executor=ranks.start(runner, settings.step_timeout_s),
         tokenizer=tokenizer,

@@ -1,9 +1,11 @@
 """What a bound on the time of a step does to latencies and rates, on simulated machines: the real scheduler, no model.
 
-    python tests/benchmarks/scheduling.py [--targets 0,60,80,100] [--noise 0.05]
+    python tests/benchmarks/scheduling.py [--targets 0,60,80,100] [--noise 0.05] [--stages 2,4]
 
 W1 to W6 are the workloads of `shoal bench`; a 128-token prompt of theirs has 168 with its template. Machines: bf16 is
-what docs/benchmarks.md measured for SmolLM2-135M on two cores, 4bit the same with packed weights.
+what docs/benchmarks.md measured for SmolLM2-135M on two cores, 4bit the same with packed weights. With `--stages` they
+are pipelines instead (each stage takes its part of a step's time), with 1 to p + 1 micro-batches and a host that takes
+a millisecond.
 """
 
 from __future__ import annotations
@@ -80,11 +82,31 @@ def row(clients: Iterable[Client], duration: float) -> list[str]:
     return [*(f"{cell:,.0f}" for cell in cells), f"{sum(good) / len(good):.0%}"]
 
 
+def pipelines(stages: list[int], noise: float) -> None:
+    print("| stages | micro-batches | streams | stages busy | tokens/s | TTFT p50 | p99 | ITL p50 | p99 | good |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for count in stages:
+        for streams in (1, 8, 32):
+            for micro_batches in range(1, count + 2):
+                simulation = Simulation(
+                    replace(BF16, noise=noise), target_s=0.08 / micro_batches, stages=count, host_s=0.001,
+                    micro_batches=micro_batches, max_num_batched_tokens=256,
+                )  # fmt: skip
+                closed_loop(simulation, streams, 3 * streams, 168, 128, "")
+                simulation.run()
+                cells = row(simulation.clients.values(), simulation.now)
+                busy = f"{simulation.utilisation:.0%}"
+                print(f"| {count} | {micro_batches} | {streams} | {busy} | " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="0,60,80,100", help="target_itl_ms of the columns; 0: no bound")
     parser.add_argument("--noise", type=float, default=0.05, help="mean share by which steps take longer")
+    parser.add_argument("--stages", default="", help="pipelines of so many stages, each")
     arguments = parser.parse_args()
+    if arguments.stages:
+        return pipelines([int(text) for text in arguments.stages.split(",")], arguments.noise)
     machines: dict[str, Machine] = {"bf16": BF16, "4bit": FOUR_BIT}
     print("| machine | workload | target | tokens/s | TTFT p50 | p99 | ITL p50 | p99 | good |")
     print("|---|---|---|---|---|---|---|---|---|")
