@@ -25,7 +25,7 @@ _LOOKS_UNTIL_LOST = 4
 _SILENT_HEARTBEATS = 4
 """An engine that gave no sign of life for so many is taken for dead. That may be wrong: what it still sends for a
 request that has gone on elsewhere is dropped."""
-_LEAST_SILENCE_S = 2.0
+_LEAST_SILENCE_S = 4.0
 
 
 def may_have_arrived(error: BaseException | None) -> bool:
@@ -77,6 +77,7 @@ class EngineLink:
         self._heard_at = time.monotonic()
         self._suspected = False
         """The last look found no progress; the next one decides."""
+        self._seemed_silent = False
         self._submitting: dict[str, LiveRequest] = {}
         """Whose submission has not been answered yet, by id in the engine."""
         self._unheard: dict[str, int] = {}
@@ -191,7 +192,7 @@ class EngineLink:
             except Exception:
                 logger.exception("the engine's heartbeat failed")
                 self._give_up("the engine's heartbeat failed")
-            if self.is_leaving and (self._is_silent or not self.live):
+            if self.is_leaving and (self._is_silent() or not self.live):
                 self.is_lost = True
                 self._give_up("the engine is gone")
 
@@ -202,17 +203,21 @@ class EngineLink:
         if self.is_leaving:
             self._find_lost(status)
 
-    @property
     def _is_silent(self) -> bool:
+        """To be asked once a heartbeat. Two must agree: when this process was held up, what the engine has sent is here
+        and not read yet."""
         allowed_s = max(_LEAST_SILENCE_S, _SILENT_HEARTBEATS * self._end.config.heartbeat_s)
-        return time.monotonic() - self._heard_at > allowed_s
+        silent = time.monotonic() - self._heard_at > allowed_s
+        confirmed = silent and self._seemed_silent
+        self._seemed_silent = silent
+        return confirmed
 
     async def _look(self) -> None:
         heartbeat = asyncio.ensure_future(self._engine.heartbeat(self._end.gateway_id))
         try:
             while not heartbeat.done():
                 await asyncio.wait([heartbeat], timeout=self._end.config.heartbeat_s)
-                if not heartbeat.done() and self._end.receiver is not None and self._is_silent:
+                if not heartbeat.done() and self._end.receiver is not None and self._is_silent():
                     self._give_up("the engine gives no sign of life")
             status = await heartbeat
         except EngineGoneError:

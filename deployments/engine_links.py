@@ -212,8 +212,8 @@ class EngineLinks:
     def _gave_back(self, live: LiveRequest, reason: str) -> bool:
         """An engine ended it, because it stops or is dead. True: it goes on elsewhere."""
         link = live.engine
-        if link is None or live.closed:
-            return False
+        if link is None:
+            return True  # another of its sequences has told so before
         link.doubt(reason)
         if link.is_submitting(live):
             live.engine = None  # its `_place` will see

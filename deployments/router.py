@@ -7,6 +7,8 @@ same one. Serve calls this class in the gateway's process for each call of a han
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from shoal.deployments.stages import Route
@@ -22,7 +24,11 @@ class ShardGroupRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     ) -> list[list[RunningReplica]]:
         """Ranks of candidates, best first; Serve takes the one with the fewest calls of the first rank. A replica that
         gets a call for another one answers `EngineGoneError`: so a caller learns at once that its own is gone."""
-        args = () if pending_request is None else pending_request.args
+        args: Sequence[object] = ()
+        if pending_request is not None:
+            args = pending_request.args
+            # Else Serve asks again without a pause while a replica that is busy does not say how many calls it has.
+            pending_request.routing_context.should_backoff = True
         route = next((arg for arg in args if isinstance(arg, Route)), Route())
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if route.to:
