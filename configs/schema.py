@@ -66,7 +66,8 @@ class EngineConfig(BaseModel):
     they stay where they are."""
     sequence_parallel_min_tokens: int | None = Field(default=None, ge=0)
     """Tokens of a step from which tensor-parallel ranks share the rows of norms and residuals out (sequence
-    parallelism); on a GPU more than max_num_seqs. 0: never. None: 64 on a CPU, 1024 on a GPU."""
+    parallelism); on a GPU more than max_num_seqs. 0: never. None: never on a CPU, 1024 on a GPU, or what is more than
+    max_num_seqs."""
 
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of one sequence, prompt and output. None: the model's context, or what the KV cache can hold."""

@@ -33,7 +33,7 @@ def shard_mass(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor
     """The mass of each row of a shard: fp32 logits [n, width], temperatures fp32 [n] -> fp64 [n]. 0 where the shard
     holds nothing but -inf."""
     largest = logits.amax(dim=1, keepdim=True)
-    weights = torch.exp((logits - largest) / temperatures[:, None])
+    weights = (logits - largest).div_(temperatures[:, None]).exp_()
     return weights.sum(dim=1, dtype=torch.float64).masked_fill(largest[:, 0] == -torch.inf, 0.0)
 
 

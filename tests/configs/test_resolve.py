@@ -82,7 +82,7 @@ def test_contradictions_are_refused(config: EngineConfig, param: str, message: s
 
 
 def test_sequence_parallelism_begins_beyond_captured_decodes() -> None:
-    assert resolve_engine(EngineConfig(model="m"), LAPTOP).sequence_parallel_min_tokens == 64
+    assert resolve_engine(EngineConfig(model="m"), LAPTOP).sequence_parallel_min_tokens == 0
     assert resolve_engine(EngineConfig(model="m"), GPU_BOX).sequence_parallel_min_tokens == 1024
     many = EngineConfig(model="m", max_num_seqs=2000)
     assert resolve_engine(many, GPU_BOX).sequence_parallel_min_tokens == 2001
