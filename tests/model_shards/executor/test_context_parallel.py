@@ -45,6 +45,7 @@ def test_processes_draw_the_tokens_of_one_rank(
         pipeline_parallel_size=pp,
         context_parallel_size=cp,
         expert_parallel=expert_parallel,
+        sequence_parallel_min_tokens=100 if tp > 1 else 0,
     )
     executor = MultiprocessExecutor(settings)
     try:
