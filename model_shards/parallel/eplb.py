@@ -61,16 +61,18 @@ class Placement:
 def place_experts(
     loads: Loads, num_slots: int, num_ranks: int, *, num_groups: int = 1, num_nodes: int = 1
 ) -> Placement:
-    """`loads` [num_experts] >= 0. Every expert has a slot, every rank as many slots as the others, and no rank two of
-    one expert unless there are more slots than that allows.
+    """`loads` [num_experts] >= 0. Every expert has a slot, every rank as many slots as the others, at most one for each
+    expert, and no rank two of one.
 
     Where groups of experts (`MoEConfig.num_groups`) and ranks divide over the nodes, the experts of a group stay on one
-    node: a token, whose experts are of few groups, then visits few nodes. Else nodes make no difference.
+    node: a token, whose experts are of few groups, then visits few nodes. Else, and where a rank has more slots than a
+    node's groups have experts, nodes make no difference.
     """
     num_experts = len(loads)
-    assert num_slots >= num_experts, (num_slots, num_experts)
+    assert num_experts <= num_slots <= num_experts * num_ranks, (num_slots, num_experts, num_ranks)
     assert num_slots % num_ranks == 0, (num_slots, num_ranks)
-    if num_groups % num_nodes or num_ranks % num_nodes or num_experts % num_groups:
+    divides = num_groups % num_nodes == num_ranks % num_nodes == num_experts % num_groups == 0
+    if not divides or num_slots // num_ranks > num_experts // num_nodes:
         num_groups = num_nodes = 1
     by_group = np.arange(num_experts).reshape(num_groups, -1)
     nodes = _pack(loads[by_group].sum(axis=1), range(num_groups), num_nodes)
@@ -84,20 +86,48 @@ def place_experts(
     return Placement(tuple(placed), num_ranks)
 
 
+def adjust_placement(old: Placement, loads: Loads, imbalance: float, *, num_nodes: int = 1) -> Placement | None:
+    """`old` with as few experts in each other's places as bring its imbalance down to what is asked for, where that can
+    be had so: every expert keeps its number of slots, and its node. Again and again the busiest rank changes an expert
+    with another rank so that the busier of the two has least. None where no such change helps any more."""
+    experts = np.array(old.experts)
+    ranks = np.arange(len(experts)) // old.slots_per_rank
+    nodes = ranks * num_nodes // old.num_ranks
+    held = np.zeros((old.num_ranks, len(loads)), dtype=bool)
+    held[ranks, experts] = True
+    each = loads[experts] / np.bincount(experts)[experts]
+    for _ in experts:
+        totals = each.reshape(old.num_ranks, -1).sum(axis=1)
+        if totals.max() <= imbalance * totals.mean():
+            return Placement(tuple(experts.tolist()), old.num_ranks)
+        busiest = int(totals.argmax())
+        mine = np.flatnonzero(ranks == busiest)
+        lost = each[mine, None] - each
+        busier = np.maximum(totals[busiest] - lost, totals[ranks] + lost)  # [slots of the busiest, all slots]
+        twice = held[:, experts[mine]][ranks].T | held[busiest, experts]
+        busier[twice | (nodes != nodes[mine[0]])] = np.inf
+        give, take = divmod(int(busier.argmin()), len(experts))
+        if busier[give, take] >= totals[busiest]:
+            return None
+        pair = np.array([mine[give], take])
+        held[ranks[pair], experts[pair]] = False
+        experts[pair], each[pair] = experts[pair[::-1]], each[pair[::-1]]
+        held[ranks[pair], experts[pair]] = True
+    return None
+
+
 def _replicate(loads: Loads, num_slots: int, num_ranks: int) -> npt.NDArray[np.int64]:
-    """How many slots each expert gets: one more, again and again, to whichever has the most load a slot. No more than
-    there are ranks, while others may have some: a second on a rank takes no load off it."""
+    """How many slots each expert gets: one more, again and again, to whichever has the most load a slot, but no more
+    than there are ranks: a second on a rank takes no load off it."""
     copies = np.ones(len(loads), dtype=np.int64)
     for _ in range(num_slots - len(loads)):
-        spread = copies < num_ranks
-        each = np.where(spread, loads / copies, -1.0) if spread.any() else loads / copies
-        copies[each.argmax()] += 1
+        copies[np.where(copies < num_ranks, loads / copies, -1.0).argmax()] += 1
     return copies
 
 
 def _pack(loads: Loads, kinds: Sequence[int], num_packs: int) -> list[list[int]]:
     """Items into packs of equally many: the heaviest first, each into the lightest pack that has room and none of its
-    kind. Returns the items of each pack."""
+    kind. There are at most as many items of a kind as packs. Returns the items of each pack."""
     room = len(loads) // num_packs
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     weights = [0.0] * num_packs
@@ -112,14 +142,12 @@ def _pack(loads: Loads, kinds: Sequence[int], num_packs: int) -> list[list[int]]
         open_packs = sorted((pack for pack in range(num_packs) if len(packs[pack]) < room), key=weights.__getitem__)
         fits = next((pack for pack in open_packs if not held[pack][kinds[item]]), None)
         if fits is None:
-            # All packs with room hold the kind. A full one that does not gives up an item for it, if there is one.
+            # All packs with room hold the kind. So one that does not is full, and has more kinds than the lightest with
+            # room, which takes one of those instead.
             full = [pack for pack in range(num_packs) if not held[pack][kinds[item]]]
             swaps = [(pack, other) for pack in full for other in packs[pack] if not held[open_packs[0]][kinds[other]]]
-            fits = open_packs[0]
-            if swaps:
-                pack, other = min(swaps, key=lambda swap: abs(loads[swap[1]] - loads[item]))
-                move(other, pack, -1)
-                move(other, fits)
-                fits = pack
+            fits, other = min(swaps, key=lambda swap: abs(loads[swap[1]] - loads[item]))
+            move(other, fits, -1)
+            move(other, open_packs[0])
         move(item, fits)
     return packs

@@ -19,7 +19,7 @@ import torch
 
 from shoal.configs.units import format_bytes
 from shoal.model_shards.parallel.context import ParallelContext, Parcel
-from shoal.model_shards.parallel.eplb import Loads, Placement, place_experts
+from shoal.model_shards.parallel.eplb import Loads, Placement, adjust_placement, place_experts
 from shoal.model_shards.parallel.experts import ParallelExperts
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ _MEMORY = 0.5
 
 _WORTHWHILE = 0.95
 """Experts of a layer move when that takes its imbalance below so much of what it is."""
+
+_NEARLY = 1.03
+"""A few changes to a placement do instead of a new one, which would move nearly all experts, where they come so close
+to its imbalance."""
 
 
 class ExpertRebalancer:
@@ -85,7 +89,10 @@ class ExpertRebalancer:
         new = place_experts(
             loads, len(old.experts), old.num_ranks, num_groups=self._num_groups, num_nodes=self._num_nodes
         )
-        return keep_slots(old, new) if new.imbalance(loads) < _WORTHWHILE * old.imbalance(loads) else old
+        if new.imbalance(loads) >= _WORTHWHILE * old.imbalance(loads):
+            return old
+        adjusted = adjust_placement(old, loads, _NEARLY * new.imbalance(loads), num_nodes=self._num_nodes)
+        return adjusted or keep_slots(old, new)
 
     def _move(self, layer: ParallelExperts, new: Placement) -> None:
         rank, slots = self._context.index("expert"), new.slots_per_rank
