@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, Protocol
 
 import torch
 
@@ -78,6 +79,25 @@ class LinearWeight(ABC):
     @abstractmethod
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """[len(index), in_features] in the activation dtype: lets a tied embedding share the weight of the head."""
+
+
+class Routing(Protocol):
+    """How a row of logits becomes a choice of experts. The attributes are those of the models' `MoEConfig`."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def scoring(self) -> Literal["softmax", "sigmoid"]: ...
+    @property
+    def normalize(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def groups_per_token(self) -> int: ...
 
 
 GroupMatrix = torch.Tensor | Sequence[QuantizedMatrix]
@@ -193,6 +213,14 @@ class Ops(ABC):
             if start < stop:
                 out[start:stop] = self.linear(x[start:stop], weight.weights[group])
         return out
+
+    def choose_experts(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """logits fp32 [n, num_experts], bias fp32 [num_experts] or None -> the experts that each row chooses (int64
+        [n, k]), the best first, of equals the lowest, and how much each counts (fp32 [n, k]). None: the backend has
+        nothing better than torch, and leaves it to the caller."""
+        return None
 
     def group_rows(
         self, x: torch.Tensor, groups: torch.Tensor, num_groups: int

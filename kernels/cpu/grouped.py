@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from shoal.kernels.cpu.native import Native
-from shoal.kernels.ops import GroupedWeight
+from shoal.kernels.ops import GroupedWeight, Routing
 
 
 class PackedGroups(GroupedWeight):
@@ -46,6 +46,22 @@ class PackedQuantizedGroups(PackedGroups):
             self._code, x.data_ptr(), x.stride(0), self._addresses, starts.data_ptr(), self.num_groups, out.data_ptr(),
             self.out_features, self.in_features, torch.get_num_threads(),
         )  # fmt: skip
+
+
+def choose_experts(
+    native: Native, logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Ops.choose_experts` of contiguous tensors."""
+    shape = len(logits), routing.experts_per_token
+    assert (logits.shape[1], logits.dtype) == (routing.num_experts, torch.float32), (logits.shape, logits.dtype)
+    assert bias is None or (bias.shape, bias.dtype) == (logits.shape[1:], torch.float32), bias
+    ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+    native.choose_experts(
+        logits.data_ptr(), None if bias is None else bias.data_ptr(), len(logits), routing.num_experts,
+        routing.experts_per_token, routing.num_groups, routing.groups_per_token, routing.scoring == "sigmoid",
+        routing.normalize, routing.scale, ids.data_ptr(), weights.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return ids, weights
 
 
 def group_rows(

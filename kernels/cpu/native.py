@@ -24,6 +24,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "quantized_linear": (_I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _I),
     "grouped_linear": (_P, _L, _P, _I, _P, _L, _P, _L, _L, _I),
     "grouped_quantized_linear": (_I, _P, _L, _P, _P, _L, _P, _L, _L, _I),
+    "choose_experts": (_P, _P, _L, _L, _L, _L, _L, _I, _I, _F, _P, _P, _I),
     "group_rows": (_P, _L, _L, _P, _L, _L, _L, _P, _P, _P, _I),
     "combine_experts": (_P, _L, _P, _P, _L, _L, _P, _I),
     "rms_norm": (_P, _L, _P, _L, _P, _F, _P, _P, _L, _L, _I),
@@ -57,6 +58,7 @@ class Native:
     quantized_linear: Callable[..., None]
     grouped_linear: Callable[..., None]
     grouped_quantized_linear: Callable[..., None]
+    choose_experts: Callable[..., None]
     group_rows: Callable[..., None]
     combine_experts: Callable[..., None]
     rms_norm: Callable[..., None]

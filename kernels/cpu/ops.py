@@ -29,6 +29,7 @@ from shoal.kernels.ops import (
     LatentNorm,
     LinearWeight,
     Ops,
+    Routing,
     SeparateGroups,
 )
 from shoal.kernels.page_format import KVPages
@@ -128,6 +129,11 @@ class CpuOps(Ops):
         out = torch.empty((len(rows), weight.out_features))
         weight.multiply(rows, group_starts, out)
         return out
+
+    def choose_experts(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return grouped.choose_experts(self._native, logits.contiguous(), bias, routing)
 
     def group_rows(
         self, x: torch.Tensor, groups: torch.Tensor, num_groups: int

@@ -44,7 +44,9 @@ class MoE:
         """x [n, hidden] -> [n, hidden], n being the rows that the rank holds; n may be 0."""
         if self.experts.parallel is None:  # every rank works on every row: they come together once
             x = self.context.whole_rows(x)
-        expert_ids, weights = select_experts(self.ops.router_logits(x, self.router), self.selection_bias, self.config)
+        logits = self.ops.router_logits(x, self.router)
+        choice = self.ops.choose_experts(logits, self.selection_bias, self.config)
+        expert_ids, weights = choice or select_experts(logits, self.selection_bias, self.config)
         chosen = self.experts(x, expert_ids, weights)
         return chosen if self.shared is None else chosen + self.shared(x)
 

@@ -40,6 +40,9 @@ _CAPTURED_SLACK = 64 << 10
 _LIBRARY_BYTES = 128 << 20
 """Workspaces of the vendor's matrix products, one for each of the two streams that a rank uses."""
 
+_CHOICE = 8
+"""Elements that say which expert a row visits, where the row goes and what it counts: two of 64 bits, one of 32."""
+
 _LOGITS_COPIES = 4
 """Logits as computed, in fp32, as probabilities, and sorted."""
 
@@ -122,8 +125,8 @@ def exchange_bytes(config: ModelConfig, limits: StepLimits, mesh: MeshShape) -> 
 
 def has_programs(config: ModelConfig, mesh: MeshShape) -> bool:
     """Whether a rank on a CPU runs small steps as programs. Ranks that share layers or sequences do not, since they
-    wait for each other; neither do models of experts, whose choice is made by torch, which no program can repeat."""
-    return mesh.stage_size == 1 and config.moe is None
+    wait for each other."""
+    return mesh.stage_size == 1
 
 
 def captured_bytes(config: ModelConfig, num_tokens: int, num_logits: int, activation_dtype: torch.dtype) -> int:
@@ -190,7 +193,7 @@ def _expert_elements(config: ModelConfig, moe: MoEConfig, mesh: MeshShape) -> in
     """Of one token: a row for each of its experts, the products and what they are summed from. With expert parallelism
     as many rows as all ranks' tokens can send to one, where at most each of its experts is chosen by a token."""
     chosen, hidden = moe.experts_per_token, config.hidden_size
-    at_home = chosen * 2 * hidden + 2 * hidden + moe.num_experts + 3 * (moe.shared_size // mesh.tp_size)
+    at_home = chosen * (2 * hidden + _CHOICE) + 2 * hidden + moe.num_experts + 3 * (moe.shared_size // mesh.tp_size)
     if not mesh.expert_parallel:
         return at_home + chosen * (2 * hidden + 3 * (moe.expert_size // mesh.tp_size))
     arriving = mesh.dp_size * mesh.cp_size * min(chosen, expert_slots(moe, mesh))

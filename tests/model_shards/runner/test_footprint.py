@@ -111,7 +111,7 @@ def test_rows_that_visit_experts_are_counted(tiny_checkpoint: Callable[..., Path
         return (large - small) // 256 // 4
 
     attention = 5 * 64 + (4 + 2 * 2) * 32 + 2 * 4 * 32
-    at_home = (2 * 3 + 2) * 64 + 8
+    at_home = (2 * 3 + 2) * 64 + 8 + 3 * 8
     assert per_token(MeshShape()) == attention + at_home + 3 * (2 * 64 + 3 * 48)
     attention = 5 * 64 + (2 + 2 * 1) * 32 + 2 * 2 * 32
     assert per_token(MeshShape(2)) == attention + at_home + 3 * (2 * 64 + 3 * 24)

@@ -16,8 +16,7 @@ from shoal.model_shards.engine.plan import StepOutput, StepPlan
 from shoal.model_shards.runner.footprint import MAX_CAPTURED_TOKENS, PROGRAM_LAYER_BYTES, program_bytes
 from shoal.model_shards.sampling.params import SamplingParams
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "deepseek_v3")
-OVERRIDES: dict[str, dict[str, Any]] = {"deepseek_v3": {"first_k_dense_replace": 3}}  # experts are not captured
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe", "deepseek_v3")
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, logprobs=3)
 
@@ -89,7 +88,7 @@ def mixed_plans(driver: ModuleType, path: Path, sampling: SamplingParams = GREED
 def test_same_bits_in_every_family(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str, dtype: torch.dtype
 ) -> None:
-    path = tiny_checkpoint(family, **OVERRIDES.get(family, {}))
+    path = tiny_checkpoint(family)
     assert_same(driver, path, mixed_plans(driver, path), 45, dtype=dtype, kv_dtype=dtype)
 
 
@@ -101,9 +100,9 @@ def test_same_bits_tied_or_not_and_with_every_bias(
     assert_same(driver, path, mixed_plans(driver, path, DRAWN), 45, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
 def test_same_bits_of_quantized_weights(tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str) -> None:
-    path = tiny_checkpoint(family, **OVERRIDES.get(family, {}))
+    path = tiny_checkpoint(family)
     assert_same(driver, path, mixed_plans(driver, path), 45, weights="int8")
 
 
@@ -181,7 +180,7 @@ def test_prompts_are_scored_on_captured_steps(tiny_checkpoint: TinyCheckpoint, d
 def test_the_largest_step_fits_the_promised_memory(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str
 ) -> None:
-    path = tiny_checkpoint(family, **OVERRIDES.get(family, {}))
+    path = tiny_checkpoint(family)
     limits = {"max_num_seqs": MAX_CAPTURED_TOKENS, "num_blocks": 2 * MAX_CAPTURED_TOKENS}
     runner = driver.make_runner(path, **limits)
     driver.generate(runner.execute, runner.settings, [[10 + i] for i in range(MAX_CAPTURED_TOKENS)], 4)
@@ -210,7 +209,7 @@ def test_every_size_is_captured_once_within_the_promised_memory(
     tiny_checkpoint: TinyCheckpoint, driver: ModuleType, family: str, weights: str
 ) -> None:
     """Steps of all sizes, up and down and again: as many programs as sizes, however they take turns."""
-    runner = driver.make_runner(tiny_checkpoint(family, **OVERRIDES.get(family, {})), weights=weights)
+    runner = driver.make_runner(tiny_checkpoint(family), weights=weights)
     sizes = (1, 2, 3, 5, 8, 13, 64, 65, 100, MAX_CAPTURED_TOKENS)
     for seq_id, size in enumerate((*sizes, *reversed(sizes), *sizes, *sizes)):
         plays = driver.Driver(runner.settings)
