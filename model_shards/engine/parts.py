@@ -114,7 +114,18 @@ class SchedulerParts:
             return None
         self._steps += 1
         self._in_flight.append(busy)
+        self._even_out()
         return PartedPlan.of(step_id, [StepPlan(step_id) if plan is None else plan for plan in plans])
+
+    def _even_out(self) -> None:
+        """What a request takes is only guessed when it comes. Where one waits for others to end while another part has
+        room, it goes there; it has computed nothing yet that it could lose."""
+        for part in self.parts:
+            crowded = next((other for other in self.parts if other.is_short), None)
+            if crowded is None:
+                return
+            if part.has_room:
+                crowded.hand_over(part)
 
     def commit(self, output: StepOutput, step_s: float | None = None) -> list[SequenceUpdate]:
         """`output`: of all parts. A part's model of what steps cost learns from the time that the step took for all:

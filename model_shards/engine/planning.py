@@ -87,6 +87,14 @@ class Planner:
         step.plan.removed = self._roster.take_removed()
         return step
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the first of the waiting queue waits for somebody to leave: for a seat, or for blocks."""
+        first = self._roster.waiting.peek()
+        if first is None:
+            return False
+        return len(self._roster.running) >= self._settings.max_num_seqs or self._is_stuck(first)
+
     def prefix_filled(self) -> None:
         """A prefill's blocks can be matched from now on."""
         self._new_prefixes = True

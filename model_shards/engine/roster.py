@@ -12,6 +12,8 @@ from shoal.model_shards.engine.request import Request
 from shoal.model_shards.engine.sequence import KnownPrefix, Sequence, SequenceStatus
 from shoal.model_shards.engine.settings import SchedulerCounters
 
+_NOT_BEGUN = (SequenceStatus.WAITING, SequenceStatus.HELD)
+
 
 class Roster:
     """Owner of all live sequences. Whoever leaves the ranks gives its blocks back here."""
@@ -35,11 +37,30 @@ class Roster:
         family = Sequence.family(request, self._seq_ids, limit)
         if prefix is not None:
             family[0].prefix_chain, family[0].num_known_tokens = prefix.chain, prefix.num_tokens
-        self._by_request[request.request_id] = family
+        self.take_in(family)
+        return family
+
+    def take_in(self, family: list[Sequence]) -> None:
+        """The sequences of a request that has not begun."""
+        self._by_request[family[0].request.request_id] = family
         self.live.update((sequence.seq_id, sequence) for sequence in family)
         for sequence in family:
             if sequence.status is SequenceStatus.WAITING:
                 self.waiting.push(sequence)
+
+    def give_up_next(self) -> list[Sequence]:
+        """Takes out the request that is to start next, for another roster to take in; none when it has begun."""
+        first = self.waiting.peek()
+        family = [] if first is None else self._by_request[first.request.request_id]
+        if any(sequence.status not in _NOT_BEGUN for sequence in family):
+            return []
+        for sequence in family:
+            del self.live[sequence.seq_id]
+            if sequence.status is SequenceStatus.WAITING and not self.followers.discard(sequence):
+                self.waiting.remove(sequence)
+            sequence.num_known_tokens = 0
+        if first is not None:
+            del self._by_request[first.request.request_id]
         return family
 
     def run(self, sequence: Sequence, start: int) -> None:

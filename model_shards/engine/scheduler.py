@@ -13,6 +13,10 @@ Steps run on the ranks in the order in which they were planned, and `schedule()`
 - Blocks may be freed while step N still uses them: whoever gets them writes to them in step N+1 at the earliest, which
   the ranks run after N. For the same reason a block is offered to others (hashed) only once its step is committed.
 
+In a pipeline micro-batches take turns (`SchedulerSettings.micro_batches`): who drew a token is planned again when that
+token comes out of the last stage, so stages work on other sequences meanwhile. Pieces of a prompt need no drawn token,
+so they may be in consecutive steps, one in each stage.
+
 Its parts: `roster.py` (who is where), `planning.py` (a plan), `pacing.py` (how long a step may take), and the results,
 here.
 """
@@ -124,6 +128,21 @@ class Scheduler:
         """Queues a request; returns its n sequences, in order of their index. Raises what `limit_of` raises.
         `prefix`: what `known_prefix` said, where it was asked."""
         return self._roster.add(request, self.limit_of(request), prefix)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a request waits for others to end."""
+        return self._planner.is_short
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a seat is free, and nobody waits for it."""
+        return self.num_waiting == 0 and self.num_running < self.settings.max_num_seqs
+
+    def hand_over(self, other: Scheduler) -> None:
+        """Moves the request that waits to start next to another scheduler of the same settings, unless it has begun."""
+        if family := self._roster.give_up_next():
+            other._roster.take_in(family)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """Ends all that is left of a request and frees its blocks now. Returns the sequences it ended; none when the

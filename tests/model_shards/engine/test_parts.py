@@ -191,3 +191,34 @@ def test_random_traffic_gives_every_request_what_it_gets_alone(
         part.kv.check_integrity()
         assert part.kv.num_free_blocks == part.kv.num_total_blocks, "blocks leaked"
     assert idle_parts > 0
+
+
+def test_a_request_that_waits_for_others_to_end_goes_to_a_part_that_has_room(kit: ModuleType) -> None:
+    group = Group(kit, 2, max_num_seqs=2)
+    requests = [kit.make_request(str(i), [i] * 5, max_tokens=12, ignore_eos=True, n=1 + (i == 3)) for i in range(5)]
+    ids = [sequence.seq_id for request in requests for sequence in group.scheduler.parts[0].add(request)]
+    outputs: dict[tuple[str, int], list[int]] = {}
+    where = []
+    while group.scheduler.has_work():
+        plan = group.scheduler.schedule()
+        assert plan is not None
+        where.append(
+            [group.part_of(seq_id) if any(seq_id in p for p in group.scheduler.parts) else -1 for seq_id in ids]
+        )
+        for update in group.scheduler.commit(group.execute(plan)):
+            key = (update.sequence.request.request_id, update.sequence.index)
+            outputs.setdefault(key, []).extend(update.token_ids)
+    assert where[0] == [0, 0, 1, 0, 0, 0]  # one a step, and the first in the queue
+    assert where[1] == [0, 0, 1, 1, 1, 0]  # with all its samples, of which one waits
+    assert where[2] == where[1], "who has a queue of its own takes nobody in"
+    assert outputs == {(r.request_id, i): kit.unbatched(r, i, 12) for r in requests for i in range(r.sampling.n)}
+    assert all(part.kv.num_free_blocks == part.kv.num_total_blocks for part in group.scheduler.parts)
+
+
+def test_a_request_that_only_waits_for_its_turn_stays_with_its_prefix(kit: ModuleType) -> None:
+    group = Group(kit, 2, max_num_batched_tokens=8)
+    group.scheduler.add(kit.make_request("long", range(40), max_tokens=1))
+    (follower,) = group.scheduler.parts[0].add(kit.make_request("follower", [*range(40), 1], max_tokens=1))
+    (later,) = group.scheduler.parts[0].add(kit.make_request("later", [7] * 9, max_tokens=1))
+    group.scheduler.schedule()
+    assert [group.part_of(sequence.seq_id) for sequence in (follower, later)] == [0, 0]
