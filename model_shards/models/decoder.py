@@ -35,7 +35,7 @@ LayerFactory = Callable[[ModelConfig, int, WeightLoader, torch.Tensor], Layer]
 
 
 class Decoder:
-    """One pipeline stage of a dense decoder, loaded. A family is its `LayerFactory` and its `ModelConfig`."""
+    """One pipeline stage of a decoder, loaded. A family is its `LayerFactory` and its `ModelConfig`."""
 
     def __init__(
         self, config: ModelConfig, stage: Stage, load: WeightLoader, num_positions: int, make_layer: LayerFactory
