@@ -43,6 +43,8 @@ class EngineLinks:
         self._refused: set[str] = set()
         self._affinity = PrefixAffinity()
         self._info: EngineInfo | None = None
+        self._first = asyncio.Event()
+        """An engine has been attached."""
         self._ending = False
         hub.gave_back = self._gave_back
         if receiver is not None:
@@ -74,12 +76,13 @@ class EngineLinks:
         return [link.status for link in self._links.values() if link.status is not None]
 
     async def connect(self) -> None:
-        """Attaches to the first engine, and from then on, until `close`, to each that comes. Raises what keeps the
-        first from answering."""
-        if not await self._find():
-            raise EngineDeadError("There is no engine.")
-        if self._directory.may_grow:
-            self._end.spawn(self._discover())
+        """Attaches to the first engine, which may still be loading its model, and from then on, until `close`, to each
+        that comes. Raises what keeps an engine of this process from answering."""
+        if not self._directory.may_grow:
+            await self._find()
+            return
+        self._end.spawn(self._discover())
+        await self._first.wait()
 
     def end_all(self, reason: str) -> None:
         """Whatever is still under way ends with this error."""
@@ -157,6 +160,7 @@ class EngineLinks:
         link = EngineLink(self._end, engine, info)
         await link.attach()
         self._info = self._info or info
+        self._first.set()
         self._links[info.instance_id] = link
         self._end.spawn(self._watch(link))
         self.count_attached()
