@@ -87,7 +87,7 @@ class EngineConfig(BaseModel):
     so that a short prompt does not wait for the end of long ones; in every fourth, the order is the policy's."""
 
     block_size: int = Field(default=16, ge=1, le=1024)
-    """Tokens a KV block."""
+    """Tokens a KV block, on each of the ranks that share a sequence (context_parallel_size)."""
     kv_cache_memory: Bytes | None = None
     """Size of the KV pool on each rank. None: what the budget leaves, but no more than max_num_seqs sequences of
     max_model_len could use, and on a CPU without a budget no more than an eighth of the available RAM."""

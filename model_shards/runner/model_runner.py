@@ -171,6 +171,9 @@ class ModelRunner:
 
     def _place(self, batch: ForwardBatch | StripedBatch) -> PlacedStep:
         if isinstance(batch, StripedBatch):
+            ids = batch.batch.token_ids
+            if not 0 <= ids.min() <= ids.max() < self.config.vocab_size:  # a device would not notice
+                raise IndexError(f"a token id of the step is not in [0, {self.config.vocab_size})")
             sample_rows = torch.from_numpy(batch.batch.sample_rows).to(self.device)
             return PlacedStep(*batch.tensors(self.device), sample_rows)
         if self._inputs is not None:

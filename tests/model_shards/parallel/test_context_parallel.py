@@ -318,7 +318,7 @@ def test_bytes_on_the_ring_are_those_of_the_formulas(thread_ranks: ModuleType) -
 
 
 def test_what_is_less_to_send_travels() -> None:
-    """8 query heads to a key-value head, bf16: pages as long as the context is at most some 24 times the piece."""
+    """8 query heads to a key-value head, bf16: pages as long as the whole is at most some 12 times the piece."""
     shapes = RingShapes(PageFormat("canonical", 16, 1, 128, torch.bfloat16), 8, torch.bfloat16)
     kind = {}
     for start in (0, 8192, 65_536, 1 << 20):
