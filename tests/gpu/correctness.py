@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from latent import latent_outputs
 from paged import paged_case
 
 from shoal.kernels.draws import FAILED_FLAG, pack_draws
@@ -49,6 +50,7 @@ def run_checks(device: torch.device, seed: int, *, small: bool) -> list[Check]:
             _rotary_store(ops, device, dtype, small),
             _sampling(ops, device, dtype, seed, small),
             _grouped(ops, device, dtype, small),
+            _latent(ops, reference, device, dtype, small),
         ]
         for comparison in (*comparisons, _rows(ops, reference, device, dtype, small), _store(ops, device, dtype)):
             for name, error, allowed in comparison:
@@ -189,6 +191,11 @@ def _grouped(ops: Ops, device: torch.device, dtype: torch.dtype, small: bool) ->
             ]
         )
         yield f"grouped product of {rows} rows", difference(out[:rows], expected), ALLOWED[dtype]
+
+
+def _latent(ops: Ops, reference: Ops, device: torch.device, dtype: torch.dtype, small: bool) -> Comparison:
+    for name, actual, expected in latent_outputs(ops, reference, device, dtype, small=small):
+        yield name, difference(actual, expected), ALLOWED[dtype]
 
 
 def _rotary_store(ops: Ops, device: torch.device, dtype: torch.dtype, small: bool) -> Comparison:

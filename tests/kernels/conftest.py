@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -89,6 +93,19 @@ class PagedBatch:
 @pytest.fixture(scope="session")
 def random_batch() -> type[PagedBatch]:
     return PagedBatch
+
+
+@pytest.fixture(scope="session")
+def latent() -> ModuleType:
+    """The helpers of `latent.py` beside this file."""
+    name = "shoal_tests_latent"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "latent.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,18 @@ def test_attention_equals_the_reference_in_every_width(ops_of_width, reference, 
     torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dims", [(64, 16), (40, 10)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_attention_equals_the_reference_in_every_width(ops_of_width, reference, latent, dims, dtype) -> None:
+    batch, chunks = latent.LatentBatch.random((290, 70, 1), 3, dims, dtype=dtype), {1: (69, 70), 0: (250, 290)}
+    pages, expected_pages = batch.stored(ops_of_width), batch.stored(reference)
+    expected_pages.k.copy_(pages.k)
+    out, q_rope = batch.run(ops_of_width, pages, chunks)
+    q = torch.cat([batch.q[i][start:end] for i, (start, end) in chunks.items()])
+    expected = reference.paged_mla_attention(q, q_rope, expected_pages, batch.meta(chunks), batch.scale)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+
+
 def test_pointwise_equals_the_reference_in_every_width(ops_of_width, reference) -> None:
     x, weight = torch.randn(5, 2 * 77), torch.randn(2 * 77)
     for name in ("silu_and_mul", "gelu_tanh_and_mul"):

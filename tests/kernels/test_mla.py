@@ -3,11 +3,6 @@ batch and chunk."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,19 +12,6 @@ from shoal.kernels.page_format import PageFormat
 
 ATOL = 5e-6
 """Outputs are averages of normed latents; fp32 sums of some hundred terms differ by a few units of 1e-7."""
-
-
-@pytest.fixture(scope="module")
-def latent() -> ModuleType:
-    """The helpers of `latent.py` beside this file."""
-    name = "shoal_tests_latent"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "latent.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def check(ops, reference, batch, chunks) -> None:

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 
 from shoal.kernels.triton_ops.launch import SM80
 from shoal.kernels.triton_ops.mla import mla_attention_launches
 
-LATENT = Path(__file__).resolve().parents[2] / "latent.py"
-
 # A step of chunked prefill: a decode, the tail of a prompt, a whole prompt.
 MIXED = {0: (39, 40), 1: (17, 20), 2: (0, 5)}
 LENGTHS = (40, 20, 5)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(scope="module")
-def latent() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("latent", LATENT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["latent"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def stored_by_reference(ops, reference, batch):
