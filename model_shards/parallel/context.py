@@ -48,6 +48,11 @@ class ParallelContext:
         self._groups = groups
         self._hidden_sends: deque[_Send] = deque()
         self._token_sends: deque[_Send] = deque()
+        self._token_peers = [
+            other.rank
+            for other in position.shape.positions()
+            if other.dp_rank == position.dp_rank and other.rank != position.rank
+        ]
 
     @classmethod
     def single(cls) -> ParallelContext:
@@ -257,7 +262,7 @@ class ParallelContext:
     def receive_hidden(self, out: torch.Tensor) -> torch.Tensor:
         """From the previous stage, into `out`, whose shape and dtype both sides derive from the plan."""
         source = self.position.rank - self.position.shape.stage_size
-        self._wait("receiving hidden states", lambda groups: dist.recv(out, src=source, group=groups.pipeline))
+        self._wait("receiving hidden states", lambda groups: _receive(out, source, groups.pipeline))
         return out
 
     # --- the whole world ------------------------------------------------------------------------------------------
@@ -281,13 +286,7 @@ class ParallelContext:
     def send_tokens(self, token_ids: list[int]) -> None:
         """From the sampling rank to every other that has the same sequences. Returns at once: a stage reads them when
         it needs them, so that no cycle of waits can form with the hidden states that travel the other way."""
-        position = self.position
-        peers = [
-            other.rank
-            for other in position.shape.positions()
-            if other.dp_rank == position.dp_rank and other.rank != position.rank
-        ]
-        tokens = torch.tensor(token_ids, dtype=torch.int64)
+        tokens, peers = torch.tensor(token_ids, dtype=torch.int64), self._token_peers
         for target in peers:
             self._send(self._token_sends, tokens, target, limit=(self.token_backlog + 1) * len(peers))
 
@@ -295,7 +294,7 @@ class ParallelContext:
         """The next step's sampled ids, in the order of the steps."""
         tokens = torch.empty(count, dtype=torch.int64)
         source = self.position.sampling_rank
-        self._wait("receiving sampled tokens", lambda groups: dist.recv(tokens, src=source, group=groups.control))
+        self._wait("receiving sampled tokens", lambda groups: _receive(tokens, source, groups.control))
         return tokens.tolist()
 
     def close(self) -> None:
@@ -309,8 +308,9 @@ class ParallelContext:
     def _send(self, under_way: deque[_Send], tensor: torch.Tensor, target: int, limit: int) -> None:
         assert self._groups is not None
         group = self._groups.control if under_way is self._token_sends else self._groups.pipeline
+        assert group is not None
         with _collective(f"{self.position}: sending to rank {target}"):
-            under_way.append((dist.isend(tensor, dst=target, group=group), tensor))
+            under_way.append((group.send([tensor], dist.get_group_rank(group, target), 0), tensor))
             while len(under_way) > limit:
                 under_way.popleft()[0].wait()
 
@@ -318,6 +318,12 @@ class ParallelContext:
         assert self._groups is not None, what
         with _collective(f"{self.position}: {what}"):
             return operation(self._groups)
+
+
+def _receive(out: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """As `dist.recv`, whose checks cost as much as the transfer of a step's token ids, once a step on every rank."""
+    assert group is not None
+    group.recv([out], dist.get_group_rank(group, source), 0).wait()
 
 
 def _group(groups: Groups, axis: Axis) -> dist.ProcessGroup:
