@@ -79,13 +79,15 @@ def parts_of(engine: Engine) -> list[Scheduler]:
 
 
 def requests(prefix: str) -> list[Request]:
-    """More than run at once, of all lengths; greedy and seeded, forked, scored, and such as only score."""
-    made = []
-    for i in range(18):
+    """More than run at once: some that start in a block and grow to four, so that a small pool is short of blocks; then
+    of all lengths, greedy and seeded, forked, scored, and such as only score."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=42, ignore_eos=True)
+    made = [Request(f"{prefix}grows{i}", [i * 10 + 3] * 15, greedy, seed=0) for i in range(8)]
+    for i in range(12):
         prompt = [(7 * i + 3 * position) % 320 for position in range([3, 1, 30, 17, 80][i % 5])]
         sampling = SamplingParams(
             temperature=0.0 if i % 3 else 0.8,
-            max_tokens=[14, 5, 36][i % 3],
+            max_tokens=[14, 5, 20][i % 3],
             ignore_eos=True,
             n=2 if i % 8 == 1 else 1,
             logprobs=2 if i % 4 == 0 else None,
