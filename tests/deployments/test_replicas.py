@@ -307,3 +307,23 @@ async def test_a_refusal_of_one_group_is_not_the_answer(start: Any, monkeypatch:
         monkeypatch.setattr(cluster.replicas[0].group.engine, "submit", dead)
         answers = [await server.complete(f"{number} first", max_tokens=3) for number in range(4)]
         assert [answer.status_code for answer in answers] == [200] * 4
+
+
+async def test_an_engine_that_dies_before_it_has_answered_the_submission(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deltas are faster than its answer."""
+    async with start() as (server, cluster):
+        expected = content(await stream(server, BODIES[3]))
+        first = cluster.replicas[0]
+        submit = first.group.submit
+
+        async def submit_and_die(*args: Any) -> None:
+            await submit(*args)
+            first.break_engine()
+            await asyncio.sleep(0.5)
+
+        monkeypatch.setattr(first.group, "submit", submit_and_die)
+        for _ in range(2):
+            assert content(await stream(server, BODIES[3])) == expected
+        assert not first.group.engine.healthy
