@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 3.0
+_LAST_WORDS_S = 5.0
 _GRACE_S = 0.5
 """When one rank fails, its peers fail a moment later or earlier: how long to wait for the true cause to show."""
 _LONGEST_TICK_S = 1.0
@@ -66,7 +67,7 @@ class RankedExecutor(Executor):
         self._in_flight: dict[int, _Step] = {}
         """By step id, in the order in which they were submitted."""
         self._head_since = 0.0
-        self._closing = False
+        self._closing = self._over = False
         self._ready: Future[None] = Future()
         self._not_ready = {position.rank for position in self._positions}
         self._times: dict[int, RankTimes] = {}
@@ -102,6 +103,8 @@ class RankedExecutor(Executor):
         self._end(_STOP_TIMEOUT_S)
         # A future's callback may close, in the monitor's thread.
         if self._monitor.is_alive() and threading.current_thread() is not self._monitor:
+            self._monitor.join(_LAST_WORDS_S)
+            self._over = True  # whatever has not said that it ended by now is on a machine that is gone
             self._monitor.join()
         self._fail_all(EngineDeadError("The executor was closed while the step was under way."))
         for rank, times in sorted(self._times.items()):
@@ -156,7 +159,7 @@ class RankedExecutor(Executor):
         """Reads what the ranks say until all have ended, which they do when one fails or when `close` tells them."""
         running = {position.rank for position in self._positions}
         tick_s = min(_LONGEST_TICK_S, self._step_timeout_s / 4)
-        while running:
+        while running and not self._over:
             self._handle(running, tick_s)
             if len(running) < len(self._positions) and self.failure is None and not self._closing:
                 self._end_all(running)

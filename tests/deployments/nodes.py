@@ -17,8 +17,8 @@ class Nodes:
     cluster: Any
     others: list[Any] = field(default_factory=list)
 
-    def add(self, num_cpus: int) -> str:
-        """Starts one more; returns Ray's id of it."""
+    def add(self, num_cpus: int) -> None:
+        """Starts one more."""
         import ray
         from ray._private.node import Node
         from ray._private.parameter import RayParams
@@ -35,7 +35,6 @@ class Nodes:
         finally:
             self.cluster._note_descendants()
         self.others.append(node)
-        return str(node.unique_id if hasattr(node, "unique_id") else node.node_id)
 
     def lose(self, index: int) -> None:
         """Ends a node as a power cut would, and its workers with it."""
