@@ -224,19 +224,18 @@ def test_text_is_the_same_however_it_is_scheduled(tiny_checkpoint: TinyCheckpoin
     assert stats.preemptions_total > 0
 
 
-def test_dense_layers_run_as_programs_and_layers_of_experts_do_not(
-    tiny_checkpoint: TinyCheckpoint, driver: ModuleType
-) -> None:
+@pytest.mark.parametrize("dense", [1, 3])
+def test_steps_run_as_programs(tiny_checkpoint: TinyCheckpoint, driver: ModuleType, dense: int) -> None:
     prompts = [[65, 66, 67], list(range(10, 60)), [200] * 17]
-    for overrides, captured in (({"first_k_dense_replace": 3}, True), ({}, False)):
-        runner = driver.make_runner(tiny_checkpoint("deepseek_v3", **overrides))
-        if runner.model.ops.name != "cpu":
-            pytest.skip("nothing captures steps here (no native unit)")
-        mine = driver.generate(runner.execute, runner.settings, prompts, 12, chunk_size=7)
-        assert (runner.captured.replays > 0) == captured
-        eager = driver.make_runner(tiny_checkpoint("deepseek_v3", **overrides))
-        eager.captured.run = lambda *_: None
-        assert driver.generate(eager.execute, eager.settings, prompts, 12, chunk_size=7) == mine
+    path = tiny_checkpoint("deepseek_v3", first_k_dense_replace=dense)
+    runner = driver.make_runner(path)
+    if runner.model.ops.name != "cpu":
+        pytest.skip("nothing captures steps here (no native unit)")
+    mine = driver.generate(runner.execute, runner.settings, prompts, 12, chunk_size=7)
+    assert runner.captured.replays > 0
+    eager = driver.make_runner(path)
+    eager.captured.run = lambda *_: None
+    assert driver.generate(eager.execute, eager.settings, prompts, 12, chunk_size=7) == mine
 
 
 def test_quantized_weights_keep_the_order_of_the_rows(tiny_checkpoint: TinyCheckpoint, driver: ModuleType) -> None:
