@@ -32,7 +32,7 @@ def require_same_files(context: ParallelContext, checkpoint: Checkpoint, files: 
     mine = {"configuration": _digest([repr(checkpoint.config)])}
     mine["tensors"] = _digest(f"{name} {checkpoint.shape(name)}" for name in sorted(checkpoint.names()))
     mine |= {file.name: _fingerprint(file) for file in files}
-    everyone = context.tell_all((str(context.position), socket.gethostname(), mine))
+    everyone = context.tell_all([str(context.position), socket.gethostname(), mine])
     first_rank, first_host, expected = everyone[0]
     different = [(rank, host, theirs) for rank, host, theirs in everyone if theirs != expected]
     if not different:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import msgpack
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -267,14 +268,21 @@ class ParallelContext:
 
     # --- the whole world ------------------------------------------------------------------------------------------
 
-    def tell_all(self, message: T) -> list[T]:
-        """What every rank says, in the order of the ranks. For a few plain values at start-up: they are pickled."""
-        said: list[Any] = [message] * self.position.world_size
-        if len(said) > 1:
-            self._wait(
-                "hearing from the other ranks", lambda groups: dist.all_gather_object(said, message, groups.control)
-            )
-        return said
+    def tell_all(self, message: Any) -> list[Any]:
+        """What every rank says, in the order of the ranks: plain values, as msgpack has them (no tuples)."""
+        if self.position.world_size == 1:
+            return [message]
+        mine = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8)
+        sizes = self._control_gather(torch.tensor([len(mine)]))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        said = self._control_gather(padded)
+        return [msgpack.unpackb(data[: int(size)].numpy().tobytes()) for data, size in zip(said, sizes, strict=True)]
+
+    def _control_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.position.world_size)]
+        self._wait("hearing from the other ranks", lambda groups: dist.all_gather(parts, x, group=groups.control))
+        return parts
 
     # --- sampled tokens -------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from shoal.model_shards.parallel.mesh import MeshShape
 
 rank, sizes, rendezvous = int(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")], sys.argv[3]
 mesh = MeshShape(*sizes[:4], bool(sizes[4]))
-context = ParallelContext.connect(mesh.position(rank), rendezvous, torch.device("cpu"), 3.0)
+context = ParallelContext.connect(mesh.position(rank), rendezvous, torch.device("cpu"), 6.0)
 """
 
 TENSOR_PARALLEL = """
@@ -40,7 +40,7 @@ for index in ([4, 0], [], [0, 1, 2, 3, 4]):  # few rows, none, and so many that 
     assert context.pick_rows(share, torch.tensor(index, dtype=torch.int64)).equal(3 * rows[index])
 context.begin_step(3, scatter_from=4)
 assert context.sum_rows(rows[:3] * (rank + 1)).equal(3 * rows[:3])
-assert context.tell_all(("rank", rank)) == [("rank", 0), ("rank", 1)]
+assert context.tell_all(["rank" * (rank + 1), rank]) == [["rank", 0], ["rankrank", 1]]
 if rank == 0:
     for step in range(5):  # nobody waits for them yet
         context.send_tokens([step, step + 1])
@@ -48,7 +48,7 @@ else:
     assert [context.receive_tokens(2) for _ in range(5)] == [[i, i + 1] for i in range(5)]
 print("agreed", flush=True)
 if rank == 1:
-    time.sleep(6)  # hangs, to the eyes of the other
+    time.sleep(10)  # hangs, to the eyes of the other
     sys.exit(0)
 try:
     context.all_reduce(torch.zeros(1))
