@@ -5,13 +5,13 @@ Every wait on another rank has a deadline; past it, or when the peer is gone, `E
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
-import msgpack
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -269,15 +269,15 @@ class ParallelContext:
     # --- the whole world ------------------------------------------------------------------------------------------
 
     def tell_all(self, message: Any) -> list[Any]:
-        """What every rank says, in the order of the ranks: plain values, as msgpack has them (no tuples)."""
+        """What every rank says, in the order of the ranks: plain values, as JSON has them (no tuples)."""
         if self.position.world_size == 1:
             return [message]
-        mine = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         sizes = self._control_gather(torch.tensor([len(mine)]))
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         padded[: len(mine)] = mine
         said = self._control_gather(padded)
-        return [msgpack.unpackb(data[: int(size)].numpy().tobytes()) for data, size in zip(said, sizes, strict=True)]
+        return [json.loads(data[: int(size)].numpy().tobytes()) for data, size in zip(said, sizes, strict=True)]
 
     def _control_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.position.world_size)]
