@@ -6,6 +6,8 @@ biases on q, k, v (Qwen2), norms on q and k (Qwen3), sliding windows (Mistral), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shoal.kernels.ops import AttentionMetadata, HeadNorms
@@ -44,13 +46,25 @@ class Attention:
         return self.output(self.attend(q, pages, meta, self.scale, self.window).flatten(1))
 
 
+AttentionFactory = Callable[
+    [ModelConfig, int, WeightLoader, torch.Tensor], Callable[[torch.Tensor, KVPages, AttentionMetadata], torch.Tensor]
+]
+
+
 class LlamaLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, load: WeightLoader, cos_sin: torch.Tensor) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        load: WeightLoader,
+        cos_sin: torch.Tensor,
+        make_attention: AttentionFactory = Attention,
+    ) -> None:
         prefix, hidden, offset = f"model.layers.{layer}", config.hidden_size, config.norm_offset
         self.attention_norm = load.norm(f"{prefix}.input_layernorm.weight", hidden, offset)
-        self.attention = Attention(config, layer, load, cos_sin)
+        self.attention = make_attention(config, layer, load, cos_sin)
         self.mlp_norm = load.norm(f"{prefix}.post_attention_layernorm.weight", hidden, offset)
         self.mlp = make_mlp(config, layer, load)
         self.eps = config.rms_eps
