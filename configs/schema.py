@@ -10,6 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from shoal.configs.errors import ConfigError
 from shoal.configs.units import parse_bytes
 
+SCRIPTED = "scripted:"
+"""What the name of a model that computes nothing begins with: its answers stand in a file."""
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.configs.app import AppConfig
 from shoal.configs.errors import ConfigError
 from shoal.configs.resolve import Device
-from shoal.configs.schema import EngineConfig
+from shoal.configs.schema import SCRIPTED, EngineConfig
 from shoal.deployments.model_peek import peek_model
 from shoal.deployments.placement import REPLICA_CPUS, Node, Placement, lay_out, plan_placement
 from shoal.model_shards.parallel.mesh import MeshShape
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.model_shards.executor.source import RankSource
 
 logger = logging.getLogger("shoal.placement")
-
-SCRIPTED = "scripted:"
 
 
 @dataclass(frozen=True, slots=True)

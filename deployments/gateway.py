@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp
 
 from shoal.configs.app import AppConfig
+from shoal.configs.schema import SCRIPTED
 from shoal.deployments.data_plane import DeltaReceiver
 from shoal.deployments.engine_links import EngineLinks
 from shoal.deployments.guard import Guard
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("shoal.gateway")
 
-SCRIPTED = "scripted:"
 _LAST_WORDS_S = 2.0
 
 AsyncCall = Callable[[], Coroutine[Any, Any, None]]

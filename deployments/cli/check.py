@@ -97,7 +97,8 @@ def explain(config: AppConfig) -> dict[str, Any]:
     """What would be served, where its ranks would be and how their memory would be used. Raises ConfigError for
     whatever would not start."""
     from shoal.configs.resolve import resolve_engine
-    from shoal.deployments.engine_placement import SCRIPTED, mesh_of
+    from shoal.configs.schema import SCRIPTED
+    from shoal.deployments.engine_placement import mesh_of
     from shoal.deployments.placement import plan_placement
     from shoal.deployments.planned_cluster import plan_cluster
 
@@ -170,7 +171,7 @@ def _scheme_and_files(settings: ResolvedEngine, peeked: PeekedModel) -> tuple[We
 
 
 def _explain_script(settings: ResolvedEngine) -> dict[str, Any]:
-    from shoal.model_shards.engine.build import SCRIPTED
+    from shoal.configs.schema import SCRIPTED
     from shoal.model_shards.executor.script_file import encode_scripts, read_script_file
     from shoal.model_shards.tokenizer.tokenizer import load_tokenizer
     from shoal.model_shards.weights.sources import resolve_model

@@ -51,7 +51,6 @@ _ENGINE_OPTIONS = {
     "num-threads": "CPU threads of the model",
     "served-model-name": "the name that clients use",
 }
-SCRIPTED = "scripted:"
 _READY_TIMEOUT_S = 600.0
 _PROGRESS_EVERY_S = 10.0
 _POLL_S = 0.02
@@ -157,6 +156,7 @@ class ServedModel:
 def preflight(config: AppConfig) -> ServedModel:
     """What can be known to be wrong without loading anything: settings, rails, files. What needs torch to be known
     (does the memory suffice?) the replica finds out: importing it here too would cost seconds and 150 MB."""
+    from shoal.configs.schema import SCRIPTED
     from shoal.guardrails.pipeline import load_rails
 
     load_rails(config.guard)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal.configs.errors import ConfigError
 from shoal.configs.resolve import ResolvedEngine, resolve_engine
-from shoal.configs.schema import EngineConfig
+from shoal.configs.schema import SCRIPTED, EngineConfig
 from shoal.kvcache.manager import KVCacheManager
 from shoal.model_shards.engine.admission import AdmissionLimits
 from shoal.model_shards.engine.engine import Engine, EngineSettings
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SCRIPTED = "scripted:"
 _SCRIPTED_CONTEXT = 8192
 """Default context of a scripted model, which has none of its own."""
 
