@@ -84,19 +84,9 @@ class KVCacheManager:
         return self._pool.num_free
 
     @property
-    def num_cached_blocks(self) -> int:
-        """The part of the free blocks whose prefix can still be matched."""
-        return self._pool.num_cached
-
-    @property
     def num_evictions(self) -> int:
         """Monotonic: cached blocks overwritten because room was needed."""
         return self._pool.num_evictions
-
-    @property
-    def usage(self) -> float:
-        """Share of the pool owned by sequences, 0 .. 1."""
-        return self.ledger.usage
 
     @property
     def ledger(self) -> BlockLedger:

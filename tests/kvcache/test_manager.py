@@ -112,7 +112,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert manager.num_free_blocks == 1
     assert manager.allocate(2, 4) == [4]
     assert manager.allocate(2, 3) == []
-    assert manager.usage == 1.0
+    assert manager.ledger.usage == 1.0
     manager.check_integrity()
 
 
@@ -222,7 +222,7 @@ def test_blocks_of_a_sequence_that_failed_are_matched_by_nobody() -> None:
     for seq_id in (1, 3, 4):
         manager.free(seq_id)
     manager.check_integrity()
-    assert (manager.num_free_blocks, manager.num_cached_blocks) == (manager.num_total_blocks, 3)
+    assert (manager.num_free_blocks, manager.ledger.cached) == (manager.num_total_blocks, 3)
 
 
 def test_what_is_announced_is_in_the_making_until_it_is_committed_or_freed() -> None:

@@ -94,7 +94,7 @@ def test_late_results_of_a_finished_sequence_are_dropped(kit: ModuleType) -> Non
     scheduler.add(kit.make_request("a", [1], seed=seed))
     first, second = scheduler.schedule(), scheduler.schedule()
     assert scheduler.commit(ranks.execute(first))[0].finish_reason is FinishReason.STOP
-    assert scheduler.kv.usage == 0
+    assert scheduler.kv.ledger.usage == 0
     assert scheduler.commit(ranks.execute(second)) == []
     assert scheduler.counters.dropped_results == 1
 
@@ -152,7 +152,7 @@ def test_preemption_takes_the_latest_and_loses_no_token(kit: ModuleType) -> None
     assert outputs == {(r.request_id, 0): kit.unbatched(r, 0, 12) for r in requests}
     assert ranks.live.keys() <= {0, 1}
     scheduler.kv.check_integrity()
-    assert scheduler.kv.usage == 0
+    assert scheduler.kv.ledger.usage == 0
 
 
 def test_o17_a_starved_pool_gives_what_each_gets_alone(kit: ModuleType) -> None:
@@ -239,7 +239,7 @@ def test_one_failed_sequence_does_not_touch_the_others(kit: ModuleType) -> None:
                 errors[update.sequence.seq_id] = update.error
     assert errors == {1: "it was told to fail"}
     assert [len(outputs[i]) for i in range(3)] == [5, 2, 5]
-    assert scheduler.kv.usage == 0
+    assert scheduler.kv.ledger.usage == 0
 
 
 def test_what_a_failed_sequence_computed_is_given_to_nobody(kit: ModuleType) -> None:
@@ -263,7 +263,7 @@ def test_abort_frees_everything_at_once_at_every_stage(kit: ModuleType, steps: i
     for _ in range(steps):
         step(scheduler, ranks)
     assert len(scheduler.abort("a")) == 3
-    assert scheduler.kv.usage == 0
+    assert scheduler.kv.ledger.usage == 0
     assert not scheduler.has_work()
     assert scheduler.abort("a") == []
     assert scheduler.schedule() is None

@@ -32,7 +32,7 @@ def finish(scheduler: Scheduler, ranks: Any) -> Counter[int]:
         for chunk in step(scheduler, ranks).chunks:
             computed[chunk.seq_id] += chunk.num_tokens
     scheduler.kv.check_integrity()
-    assert scheduler.kv.usage == 0
+    assert scheduler.kv.ledger.usage == 0
     return computed
 
 
